@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-SKIPPED_DIRS = {".git", ".venv", "build", "dist", "runs", "results", "__pycache__", "node_modules"}
+SKIPPED_DIRS = {".git", ".venv", "build", "dist", "runs", "results", "vendor", "__pycache__", "node_modules"}
 SKIPPED_FILES = {"CHANGELOG.md", "check_vocabulary.py"}
 CORPUS_DIRS = {"nano"}  # string literals are training text of the bundled model
 COMMENT = {".cpp": r"//(.*)", ".h": r"//(.*)", ".js": r"//(.*)", ".yaml": r"(?:^|\s)#(.*)"}

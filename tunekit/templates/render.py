@@ -1,6 +1,7 @@
 """Rendering of the templates in this directory."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -12,6 +13,11 @@ from tunekit.config.secrets import escape_control
 def render_template(template: str, /, **values: Any) -> str:
     """Text of a template. In `.html.j2` files, values are escaped; in all, control characters are made visible."""
     return _environment().get_template(template).render(**values)
+
+
+def read_verbatim(file: str) -> Markup:
+    """Text of a file in this directory that is no template, such as a library."""
+    return Markup((Path(__file__).parent / file).read_text("utf-8"))
 
 
 @cache
@@ -28,6 +34,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.globals["zip"] = zip
+    environment.globals["verbatim"] = read_verbatim
     return environment
 
 
