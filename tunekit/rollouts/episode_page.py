@@ -7,6 +7,18 @@ from typing import Any
 
 from tunekit.templates.render import render_template
 
+EPISODE_KEYS = {
+    "prompt_text",
+    "tokens",
+    "token_ids",
+    "sampled",
+    "logprobs",
+    "advantages",
+    "rewards",
+    "reward",
+    "row",
+    "metrics",
+}  # that a page needs
 ColoredToken = tuple[str, float, str]  # text, level of the color, tooltip
 
 

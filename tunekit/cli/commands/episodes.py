@@ -9,21 +9,9 @@ from typing import Any
 
 from tunekit.checkpoint.atomic import write_text_atomic
 from tunekit.errors import UserError
-from tunekit.rollouts.episode_page import render_episodes
+from tunekit.rollouts.episode_page import EPISODE_KEYS, render_episodes
 
 NAME = "episodes.jsonl"
-KEYS = {
-    "prompt_text",
-    "tokens",
-    "token_ids",
-    "sampled",
-    "logprobs",
-    "advantages",
-    "rewards",
-    "reward",
-    "row",
-    "metrics",
-}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -56,6 +44,6 @@ def parse_record(line: str, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON: {error}. Name a file of episodes.") from None
-    if not isinstance(record, dict) or not record.keys() >= KEYS:
+    if not isinstance(record, dict) or not record.keys() >= EPISODE_KEYS:
         raise UserError(f"{where}: not an episode. Name a file that a recipe wrote to episodes_path.")
     return record
