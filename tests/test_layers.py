@@ -18,6 +18,7 @@ LAYERS = (
         "plan",
         "export",
         "publishing",
+        "report",
         "rollouts",
         "rewards",
         "environments",

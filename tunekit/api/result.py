@@ -15,7 +15,7 @@ from tunekit.api.model import Conversation, Model, SamplingOptions, load
 from tunekit.api.session import api_call
 from tunekit.api.tables import make_table
 from tunekit.checkpoint import atomic, run_dir
-from tunekit.cli.commands import export, merge, push
+from tunekit.cli.commands import export, merge, push, report
 from tunekit.cli.main import make_parser
 from tunekit.errors import UserError
 from tunekit.system import read_utf8
@@ -62,6 +62,12 @@ class Run:
         """Loss, learning rate and gradient norm over the steps."""
         with api_call("run.plot()"):
             return import_module("tunekit.publishing.plots").make_figure(read_metric_lines(self.directory))
+
+    def report(self, file: PathLike | None = None) -> Path:
+        """Write the web page of the run, as `tune report`, by default into its directory, and return the file."""
+        with api_call("run.report(...)"):
+            output = {} if file is None else {"output": os.fspath(file)}
+            return report.write_page(parse("report", [self.directory], **output))
 
     @cached_property
     def model(self) -> Model:

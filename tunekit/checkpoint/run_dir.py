@@ -23,6 +23,7 @@ from tunekit.system import read_utf8
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
 COMPLETIONS = "completions.jsonl"  # answers of the model in training
 EVALUATION = "evaluation.json"  # results of the recipe `evaluate`
+REPORT, RUN_INFO = "report.html", "run_info.json"  # see `tunekit.report`
 UPLOAD = "upload"  # checkpoints that are being uploaded
 LENGTH_KEYS = {"max_steps", "epochs"}  # keys that users change to continue a finished run
 PATH_KEYS = {"source", "model", "tokenizer", "adapter_path"}  # last parts of keys whose values may be paths
@@ -154,7 +155,7 @@ def erase_results(out: Path) -> None:
         for name in (STATE, FINAL, UPLOAD, *LOGS):
             for suffix in (atomic.PARTIAL, atomic.PREVIOUS, ""):
                 atomic.remove_dir(out / (name + suffix))
-        for name in (METRICS, COMPLETIONS, EVALUATION):
+        for name in (METRICS, COMPLETIONS, EVALUATION, REPORT, RUN_INFO):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
         problem = f"cannot delete results in {out}: {error.strerror}"

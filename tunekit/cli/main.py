@@ -235,6 +235,11 @@ def _episodes(add: AddArgument) -> None:
     add("--num-rows", type=_count, default=100, metavar="N", help="number of episodes, from the end (default: 100)")
 
 
+def _report(add: AddArgument) -> None:
+    add("runs", nargs="+", metavar="RUN", help="run directory; several are drawn in the same axes")
+    add("--output", metavar="FILE", help="page to write (default: report.html in RUN; of several runs, here)")
+
+
 def _cache(add: AddArgument) -> None:
     add("action", nargs="?", choices=("show", "clear"), default="show", help="default: show")
     add("keys", nargs="*", metavar="KEY", help="keys to clear, or their prefixes")
@@ -295,6 +300,7 @@ VERBS: dict[str, tuple[str, Callable[[AddArgument], None]]] = {
     "selftest": ("check kernels, model and speed on this machine, and write a report", _selftest),
     "options": ("list the options of a recipe", _options),
     "episodes": ("write a web page to read sampled episodes turn by turn", _episodes),
+    "report": ("write a web page with curves, facts and samples of runs", _report),
     "cache": ("show or clear the cache of tokenized rows", _cache),
     "completion": ("print a script for shell completion", _completion),
 }

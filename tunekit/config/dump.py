@@ -1,16 +1,27 @@
 """Configs as plain data with every field, to be saved, loaded and compared."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import zip_longest
 from typing import Any
 
 import yaml
 
-from tunekit.config.choices import ChoiceRegistry, FieldSlot, element_type, field_slots, generic_args, kind_name
+from tunekit.config.choices import (
+    REQUIRED,
+    ChoiceRegistry,
+    FieldSlot,
+    element_type,
+    field_slots,
+    generic_args,
+    kind_name,
+)
 from tunekit.config.interpolate import escape_references
 from tunekit.config.scalar import BOOL, FLOAT, INT, NULL
+
+NO_DEFAULT = "(required)"  # instead of the default of a required key
+DISABLED = (None, False, 0, "none", "", (), [], {})  # values that `format_option` leaves out
 
 
 def to_plain_config(value: Any, recipe: str | None = None) -> dict[str, Any]:
@@ -56,6 +67,25 @@ def _escaped(data: Any) -> Any:
     return escape_references(data) if isinstance(data, str) else data
 
 
+def changed_keys(config: Any, base: Any = None) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, default, value) of each value of a complete config that differs from its default, as plain data.
+
+    The default of a required key is the text `(required)`. Keys of a kind that is not the default one are compared
+    with its defaults.
+    """
+    for name, slot in field_slots(type(config), base).items():
+        value = getattr(config, name)
+        default = NO_DEFAULT if slot.default is REQUIRED else slot.default
+        if is_dataclass(value):
+            same_kind = type(default) is type(value)
+            if not same_kind and "kind" in (plain := to_plain_value(value, slot.hint)):
+                yield name, kind_name(type(default)) if is_dataclass(default) else default, plain["kind"]
+            nested = changed_keys(value, default if same_kind else None)
+            yield from ((f"{name}.{key}", was, now) for key, was, now in nested)
+        elif value != default:
+            yield name, to_plain_value(default, slot.hint), to_plain_value(value, slot.hint)
+
+
 def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(dotted key, old, new) of every value that differs between two resolved configs; None for a missing value.
 
@@ -63,6 +93,17 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[s
     element that only one list has.
     """
     return _differences("", old, new)
+
+
+def format_option(value: Any) -> str:
+    """Format a config section in one line: its kind and the options that are enabled."""
+    if isinstance(value, Mapping):
+        enabled = {key: child for key, child in value.items() if key != "kind" and child not in DISABLED}
+        options = [f"{key} {format_option(child)}" for key, child in enabled.items()]
+        return ", ".join(([str(value["kind"])] if "kind" in value else []) + options)
+    if isinstance(value, list | tuple):
+        return " ".join(map(format_option, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _differences(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

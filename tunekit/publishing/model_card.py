@@ -26,6 +26,7 @@ from tunekit.checkpoint.final_checkpoint import CURVES, VERIFICATION
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
 from tunekit.checkpoint.run_dir import EVALUATION, FINAL
 from tunekit.config import dump
+from tunekit.config.dump import format_option
 from tunekit.config.secrets import escape_control
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.readers.open_dataset import find_data_files
@@ -33,7 +34,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.hub import redact
 from tunekit.loggers import divergence, metrics_file
 from tunekit.loggers.markdown import code_span, format_table
-from tunekit.models.decoder import TIED, Decoder
+from tunekit.models.decoder import Decoder
 from tunekit.publishing import snippets
 from tunekit.publishing.base_model import (
     CARD,
@@ -44,6 +45,7 @@ from tunekit.publishing.base_model import (
     read_front_matter,
 )
 from tunekit.publishing.snippets import UNKNOWN_FORMAT, PromptFormat
+from tunekit.report.run_info import count_parameters
 from tunekit.system import read_utf8
 from tunekit.templates.render import render_template
 
@@ -67,7 +69,6 @@ UNTRAINED_MTP = (
     "the layers for multi-token prediction are those of the base, and may predict fewer tokens right in speculative "
     "decoding"
 )
-DISABLED = (None, False, 0, "none", "", (), [], {})
 
 
 @dataclass(frozen=True)
@@ -319,24 +320,11 @@ def training_section(info: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> 
 
 
 def describe_parameters(info: ModelCardInfo) -> str:
-    total = sum(math.prod(shape) for shape in info.model.shapes.values())
-    total -= math.prod(info.model.shapes[TIED]) if info.model.spec.tie_word_embeddings else 0
-    trained = sum(p.numel() for p in info.model.parameters() if p.requires_grad)
+    trained, total = count_parameters(info.model)
     if info.adapter_kind == "none":
         return f"all {total:,} parameters"
     adapter = format_option(info.config["adapter"])
     return f"{adapter}: {trained:,} parameters in addition to the {total:,} of the base ({trained / total:.2%})"
-
-
-def format_option(value: Any) -> str:
-    """Format a config section in one line: its kind and the options that are enabled."""
-    if isinstance(value, Mapping):
-        enabled = {key: child for key, child in value.items() if key != "kind" and child not in DISABLED}
-        options = [f"{key} {format_option(child)}" for key, child in enabled.items()]
-        return ", ".join(([str(value["kind"])] if "kind" in value else []) + options)
-    if isinstance(value, list | tuple):
-        return " ".join(map(format_option, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def data_section(info: ModelCardInfo) -> str:

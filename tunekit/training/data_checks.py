@@ -88,14 +88,19 @@ def has_num_negatives(data: DatasetConfig | MixtureBase) -> bool:
 
 def check_data(
     cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer, dist: DistributedContext
-) -> None:
-    """Log a summary and the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
+) -> list[Finding]:
+    """Log a summary and the findings, and return them. Raise UserError if the data is unusable.
+
+    With `data_checks: warn`, unusable data is only logged.
+    """
     training_data = loaders["data"]
     assert training_data is not None
     dist.log(f"data: {training_data.summary}")
     check_loss_weights(cfg, loaders.values())
     log_new_columns(cfg, "data", training_data, dist)
-    report_findings(cfg, run_data_checks(*check_targets(cfg, loaders, tokenizer)), dist)
+    findings = run_data_checks(*check_targets(cfg, loaders, tokenizer))
+    report_findings(cfg, findings, dist)
+    return findings
 
 
 def report_findings(cfg: Any, findings: list[Finding], dist: DistributedContext) -> None:

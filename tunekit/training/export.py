@@ -1,21 +1,30 @@
 """The result of a run: a checkpoint or adapter in `final/`, read back, compared with the model, and described."""
 
+import sys
 from functools import partial
 from pathlib import Path
+
+from jinja2 import TemplateError
 
 from tunekit import devices
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import ModelSource
+from tunekit.checkpoint.run_dir import REPORT
 from tunekit.config.dump import to_plain_config
+from tunekit.config.secrets import message_text
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.errors import UserError
 from tunekit.loggers import metrics_file
 from tunekit.models.decoder import Decoder
 from tunekit.publishing import model_card
 from tunekit.publishing.base_model import CARD
+from tunekit.report import page
 from tunekit.training.run_context import RunContext
+
+# Of files, and of values that a page cannot show
+REPORT_ERRORS = (UserError, OSError, LookupError, TypeError, ValueError, ArithmeticError, TemplateError)
 
 
 def export_final(
@@ -47,7 +56,17 @@ def export_final(
         dist.log(f"warning: {final_dir / CARD} has no details of the run: {problem}")
     if dist.is_main_process and (problem := model_card.find_divergence(metrics_file.read_metrics(run.dir))):
         dist.log(f"warning: {problem}. Do not use this result. Lower optimizer.lr and train again with --overwrite.")
+    dist.run_on_main(partial(write_report, run.dir))
     verify.raise_if_failed(final_dir)
+
+
+def write_report(run_dir: Path) -> None:
+    """Write `report.html`. No error ends a run whose result is written."""
+    try:
+        page.write_run_report(run_dir)
+    except REPORT_ERRORS as error:  # the steps of a custom recipe may log anything
+        reason = message_text(f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else error)
+        print(f"warning: {run_dir / REPORT} is not written: {reason}", file=sys.stderr, flush=True)
 
 
 def write_model_card(

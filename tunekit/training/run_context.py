@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import date
 from functools import partial
@@ -18,6 +18,7 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.training_state import Checkpointer, Stateful
 from tunekit.config.dump import dump_yaml, to_plain_config
 from tunekit.config.secrets import hide_secrets, map_strings
+from tunekit.data.check_target import Finding
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.context import DistributedContext
@@ -30,6 +31,7 @@ from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan import oom_report
 from tunekit.publishing import publish
 from tunekit.publishing.publish import HubUploader
+from tunekit.report.run_info import RunStart
 from tunekit.training.config import LIVE_KEYS, TrainConfig
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.intervals import StepPlan
@@ -64,6 +66,7 @@ class RunContext:
         self.dist = DistributedContext(cfg.seed, cfg.device, cfg.parallel, cfg.deterministic)
         self.dir = Path(cfg.output_dir)
         self.stack = ExitStack()
+        self.findings: list[Finding] = []  # about the rows, for the report
         self.handlers: dict[int, SignalHandler] = {}  # replaced by `handle_signals`
 
     def __enter__(self) -> "RunContext":
@@ -141,6 +144,11 @@ class RunContext:
         return MetricLogger(
             self.dir, self.dist, num_steps, step, config, self.throughput, self.cfg.log_every, self.cfg.report_to
         )
+
+    def write_info(self, model: Decoder, loaders: Mapping[str, DataLoader | None], num_steps: int, step: int) -> None:
+        """Write the facts about a run that starts or resumes at `step`, for its report."""
+        start = RunStart(self.cfg, model, loaders, self.findings, num_steps, step, self.dist)
+        self.dist.run_on_main(partial(start.write, self.dir))
 
     # In the training loop
 

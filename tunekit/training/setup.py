@@ -29,7 +29,7 @@ def open_dataloaders(cfg: TrainConfig, tokenizer: Tokenizer, run: RunContext) ->
     """Tokenize `data` and `eval_data`, or read them from the cache. Raises UserError if rows are unusable."""
     train_data = open_dataloader(cfg.data, tokenizer, run)
     eval_data = None if cfg.eval_data is None else open_dataloader(cfg.eval_data, tokenizer, run, "eval")
-    check_data(cfg, {"data": train_data, "eval_data": eval_data}, tokenizer, run.dist)
+    run.findings = check_data(cfg, {"data": train_data, "eval_data": eval_data}, tokenizer, run.dist)
     return train_data, eval_data
 
 

@@ -156,7 +156,7 @@ class TrainLoop:
 
     def restore(self, stateful: Mapping[str, Stateful]) -> None:
         """Load the newest training state, if there is one, and open the metric files."""
-        run, (train_data, _) = self.run, self.loaders
+        run, (train_data, eval_data) = self.run, self.loaders
         self.num_steps = run.begin(train_data)
         self.lr_scheduler = run.cfg.lr_scheduler.build(self.optimizer.inner, self.num_steps)
         self.checkpointer = run.open_checkpointer(
@@ -168,6 +168,7 @@ class TrainLoop:
         if self.step == 0:
             check_packing(self.model, train_data, run.dist)
         self.logger = run.open_logger(self.num_steps, self.step)
+        run.write_info(self.model, {"data": train_data, "eval_data": eval_data}, self.num_steps, self.step)
 
     def begin(self) -> None:
         """Start to prefetch, measure the model before training, and handle signals from now on."""

@@ -147,4 +147,4 @@ def test_merged_model_is_uploaded_instead_of_the_adapter(sandbox: Sandbox) -> No
     assert "curves.png" in repo.files
     assert sandbox.tune("chat", "ann/tools", text="Weather in Oslo?\n").out
     assert {path.name for path in (sandbox.directory / "run").iterdir()} == {
-        "config.yaml", "metrics.jsonl", "state", "final", ".lock"}  # fmt: skip
+        "config.yaml", "metrics.jsonl", "run_info.json", "report.html", "state", "final", ".lock"}  # fmt: skip
