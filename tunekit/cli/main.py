@@ -240,6 +240,11 @@ def _report(add: AddArgument) -> None:
     add("--output", metavar="FILE", help="page to write (default: report.html in RUN; of several runs, here)")
 
 
+def _watch(add: AddArgument) -> None:
+    add("run", metavar="RUN", help="run directory")
+    add("--port", type=_number, metavar="N", help="serve the report of the run on this port of 127.0.0.1; 0: any port")
+
+
 def _cache(add: AddArgument) -> None:
     add("action", nargs="?", choices=("show", "clear"), default="show", help="default: show")
     add("keys", nargs="*", metavar="KEY", help="keys to clear, or their prefixes")
@@ -301,6 +306,7 @@ VERBS: dict[str, tuple[str, Callable[[AddArgument], None]]] = {
     "options": ("list the options of a recipe", _options),
     "episodes": ("write a web page to read sampled episodes turn by turn", _episodes),
     "report": ("write a web page with curves, facts and samples of runs", _report),
+    "watch": ("follow a run on the terminal, or in a browser", _watch),
     "cache": ("show or clear the cache of tokenized rows", _cache),
     "completion": ("print a script for shell completion", _completion),
 }

@@ -57,13 +57,13 @@ class Chart:
     def group(self) -> str:
         return next((title for title, pattern in GROUPS if re.fullmatch(pattern, self.metric)), OTHER)
 
-    @property
-    def unit(self) -> str:
-        return next((unit for unit, pattern in UNITS if re.fullmatch(pattern, self.metric)), "")
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-serializable form."""
-        return {"metric": self.metric, "unit": self.unit, "curves": [curve.to_dict() for curve in self.curves]}
+        return {
+            "metric": self.metric,
+            "unit": find_unit(self.metric),
+            "curves": [curve.to_dict() for curve in self.curves],
+        }
 
 
 def make_charts(runs: Sequence[RunFiles]) -> list[tuple[str, list[Chart]]]:
@@ -90,6 +90,11 @@ def read_curves(lines: Lines, run: int) -> Iterator[Curve]:
     for name, values in points.items():
         steps = sorted(values)
         yield Curve(run, name, steps, [values[step] for step in steps])
+
+
+def find_unit(metric: str) -> str:
+    """Unit of a metric: bytes (B), seconds (s), or none."""
+    return next((unit for unit, pattern in UNITS if re.fullmatch(pattern, metric)), "")
 
 
 def is_number(value: object) -> bool:
