@@ -77,8 +77,8 @@ def find_samples(run: RunFiles) -> Iterator[dict[str, Any]]:
     for line in run.completions:
         by_prompt.setdefault(str(line.get("prompt", "")), []).append(line)
     for prompt, lines in list(by_prompt.items())[:MAX_SAMPLES]:
-        shown = lines[:1] if len(lines) == 1 else [lines[0], lines[-1]]
-        answers = [(line["step"], shorten(str(line.get("completion", "")))) for line in shown]
+        shown = {line["step"]: line for line in (lines[-1], lines[0])}  # one if all are of the same step
+        answers = [(step, format_completion(shown[step].get("completion"))) for step in sorted(shown)]
         expected = lines[0].get("expected")
         yield {"prompt": shorten(prompt), "answers": answers, "expected": expected and shorten(str(expected))}
 
@@ -95,6 +95,11 @@ def find_episodes(run: RunFiles) -> Iterator[dict[str, Any]]:
         if num_tokens > MAX_EPISODE_TOKENS and number > 1:
             return
         yield describe_episode(record, number, largest) | {"step": last}
+
+
+def format_completion(value: object) -> str:
+    """An answer: a text, or the messages of an episode as JSON."""
+    return shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def shorten(text: str) -> str:
