@@ -250,7 +250,7 @@ def test_generators_are_restored() -> None:
 
 # Files that may name CUDA: the table, and users of what torch has for CUDA alone (graphs, cuDNN, NCCL's recorder).
 NAMING = {
-    "tunekit/cli/main.py",
+    "tunekit/cli/parsers.py",
     "tunekit/config/build.py",
     "tunekit/devices.py",
     "tunekit/env_info.py",

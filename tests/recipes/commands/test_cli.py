@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import keyword
 import resource
 import subprocess
 import sys
@@ -73,7 +74,8 @@ def test_ls_takes_at_most_0_2_s() -> None:
 
 def test_each_verb_has_a_module() -> None:
     for verb in cli.VERBS:
-        assert callable(importlib.import_module(f"tunekit.cli.commands.{verb}").main)
+        name = f"{verb}_" if keyword.iskeyword(verb) else verb
+        assert callable(importlib.import_module(f"tunekit.cli.commands.{name}").main)
 
 
 def test_help_is_shown_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
