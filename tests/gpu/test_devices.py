@@ -259,7 +259,11 @@ NAMING = {
     "tunekit/distributed/context.py",
     "tunekit/training/profiler.py",
 }
-GPU_PACKAGES = ("tunekit/plan/", "tunekit/selftest/")  # kinds of GPUs, and checks of GPUs
+GPU_PACKAGES = (
+    "tunekit/plan/",
+    "tunekit/selftest/",
+    "tunekit/importers/",
+)  # kinds and checks of GPUs, keys of other trainers
 
 
 def cuda_names(path: Path) -> list[int]:
