@@ -119,13 +119,16 @@ def choose_model(directory: str | None, header: Header, component: str | None) -
     name = hub_name(component) if component else None
     if directory and (downloaded := header.downloads.get(clean_path(directory))):
         return downloaded, f"Downloaded to {directory} there"
+    if not directory and len(header.downloads) == 1:
+        return next(iter(header.downloads.values())), "Downloaded there"
     by_directory = {path.rpartition("/")[2]: repo for path, repo in header.downloads.items()}
     if directory and (downloaded := by_directory.get(clean_path(directory).rpartition("/")[2])):
         return downloaded, f"Downloaded to {directory} there"
     if directory and not directory.startswith("/tmp/"):
         return directory, f"Not found on this machine{f'; on the Hub: {name}' if name else ''}"
     if name:
-        return name, f"By the builder {builder_name(component or '')}; check that this is the variant in {directory}"
+        variant = f"; check that this is the variant in {directory}" if directory else ""
+        return name, f"By the builder {builder_name(component or '')}{variant}"
     if directory:
         return directory, "Not found on this machine"
     raise UserError(

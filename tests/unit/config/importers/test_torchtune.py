@@ -80,6 +80,12 @@ def test_lora_config_trains_as_the_original(import_text: Import) -> None:
     assert not [finding for finding in result.draft.findings if finding.effect == "not mapped"]
 
 
+def test_the_only_download_is_the_model_without_a_checkpointer(import_text: Import) -> None:
+    start, _, rest = LORA.partition("checkpointer:\n")
+    text = start.replace("1B-Instruct", "1B") + rest[rest.index("dataset:") :]
+    assert values(import_text(text), "model") == ["meta-llama/Llama-3.2-1B"]
+
+
 def test_overrides_and_unknown_keys(import_text: Import) -> None:
     overrides = [
         "optimizer=bitsandbytes.optim.PagedAdamW8bit",
