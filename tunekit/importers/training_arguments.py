@@ -61,6 +61,7 @@ class Defaults:
     save_steps: float = 500
     seed: int = 42
     gradient_checkpointing: bool = False
+    pushes_named_repo: bool = False  # hub_model_id implies push_to_hub, to a private repository
 
 
 def convert_arguments(keys: ForeignKeys, draft: Draft, defaults: Defaults, num_devices: int) -> None:
@@ -73,7 +74,7 @@ def convert_arguments(keys: ForeignKeys, draft: Draft, defaults: Defaults, num_d
     convert_memory(keys, draft, defaults)
     convert_intervals(keys, draft, defaults)
     convert_trackers(keys, draft)
-    convert_hub(keys, draft)
+    convert_hub(keys, draft, defaults)
     draft.set("seed", int(keys.number("seed", default=defaults.seed)))
     if keys.flag("use_cpu", "no_cuda"):
         draft.set("device", "cpu")
@@ -319,18 +320,21 @@ def make_tracker(name: str, keys: ForeignKeys, run_name: Any) -> dict[str, Any]:
     return {"kind": name, **{key: value for key, value in values.items() if value not in (None, "")}}
 
 
-def convert_hub(keys: ForeignKeys, draft: Draft) -> None:
-    pushes = keys.take("push_to_hub")
+def convert_hub(keys: ForeignKeys, draft: Draft, defaults: Defaults) -> None:
+    """`push_to_hub`. A name of a repository alone pushes nothing, except in axolotl."""
     repo = keys.take("hub_model_id", "push_to_hub_model_id")
-    if repo is None and pushes is True:
-        draft.drop("push_to_hub", repo, "set push_to_hub.repo_id to OWNER/NAME")
-    elif repo is not None and pushes is False:
-        draft.unneeded("hub_model_id", repo, "off there: push_to_hub is false")
-    if repo is None or pushes is False:
-        draft.idle(keys, "has no effect without push_to_hub", "hub_private_repo", "hub_revision", "hub_strategy")
+    pushes = keys.flag("push_to_hub", default=defaults.pushes_named_repo and repo is not None)
+    if repo is None and pushes:
+        draft.drop("push_to_hub", True, "set push_to_hub.repo_id to OWNER/NAME")
+    if repo is None or not pushes:
+        names = ("hub_private_repo", "hub_revision", "hub_strategy")
+        if repo is not None:
+            draft.unneeded("hub_model_id", repo, "has no effect without push_to_hub")
+        draft.idle(keys, "has no effect without push_to_hub", *names)
         return
-    private, revision, strategy = keys.take("hub_private_repo"), keys.take("hub_revision"), keys.take("hub_strategy")
-    draft.set("push_to_hub", {"repo_id": str(repo), "private": bool(private)})
+    private = keys.flag("hub_private_repo", default=defaults.pushes_named_repo)
+    revision, strategy = keys.take("hub_revision"), keys.take("hub_strategy")
+    draft.set("push_to_hub", {"repo_id": str(repo), "private": private})
     if revision:
         draft.set("push_to_hub.revision", revision)
     if strategy in ("every_save", "checkpoint", "all_checkpoints") and isinstance(draft.get("save_every"), int):

@@ -14,7 +14,7 @@ from tunekit.importers.trl.policy import convert_policy, round_batch
 Tree = dict[str, Any]
 ADAPTER = AdapterKeys(default_alpha=16.0, dora="peft_use_dora", rslora="peft_use_rslora")
 DEFAULTS = Defaults(
-    learning_rate=2e-4, lr_scheduler="cosine", epochs=1, batch_size=1, logging_steps=1, save_steps=500, weight_decay=0.0
+    learning_rate=2e-4, lr_scheduler="cosine", epochs=1, batch_size=1, logging_steps=1, pushes_named_repo=True
 )
 RL_RECIPES: dict[str, str] = {
     **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), "preference"),
