@@ -8,10 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 from tunekit.config.dump import to_yaml
 from tunekit.config.interpolate import escape_references
+from tunekit.config.secrets import escape_control
 from tunekit.importers.foreign_keys import ForeignKeys
 
 Effect = Literal["not mapped", "differs", "not needed"]
 SIMPLE = re.compile(r"[\w./@+-]+")  # texts that need no quotes in `{}`
+UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")  # and not escaped in JSON
 # Order of the keys in a written config; the others follow.
 ORDER = ("model", "adapter", "quantization", "data", "eval_data", "teacher", "loss", "reference", "rewards", "sampling")
 SECTION_ORDER = ("kind", "source", "split", "max_length")
@@ -29,7 +31,7 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         value = to_yaml({"x": self.value}).strip()[3:] if not isinstance(self.value, dict | list) else "..."
         value = value if len(value) < 60 and "\n" not in value else "..."
-        return f"{self.key}: {value} - {self.note}"
+        return to_single_line(f"{self.key}: {value} - {self.note}")
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Draft:
 
     def format(self, heading: str) -> str:
         """The config as YAML, with comments. `heading` says where it is from."""
-        lines = [f"# {heading}"]
+        lines = [f"# {to_single_line(heading)}"]
         if dropped := [finding for finding in self.findings if finding.effect == "not mapped"]:
             lines += ["# Not mapped:", *(f"#   {finding}" for finding in dropped)]
         tree = {"recipe": self.recipe, **in_order(self.tree, ORDER)}
@@ -99,19 +101,19 @@ class Draft:
         for key, value in tree.items():
             dotted = f"{path}.{key}" if path else key
             if comment := self.comments.get(dotted):
-                yield f"{indent}# {comment}"
+                yield f"{indent}# {to_single_line(comment)}"
             has_comments = any(name.startswith(f"{dotted}.") for name in self.comments)
             if isinstance(value, dict) and value and (has_comments or is_long(value)):
-                yield f"{indent}{key}:"
+                yield f"{indent}{to_flow_key(key)}:"
                 yield from self.lines(in_order(value, SECTION_ORDER), dotted, indent + "  ")
-            elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-                yield f"{indent}{key}:"
+            elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
+                yield f"{indent}{to_flow_key(key)}:"
                 for item in value:
                     first, *rest = self.lines(in_order(item, SECTION_ORDER), f"{dotted}[]", "")
                     yield f"{indent}- {first}"
                     yield from (f"{indent}  {line}" for line in rest)
             else:
-                yield f"{indent}{key}: {to_flow(value)}"
+                yield f"{indent}{to_flow_key(key)}: {to_flow(value)}"
 
 
 def in_order(section: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
@@ -130,9 +132,24 @@ def is_long(value: Mapping[str, Any]) -> bool:
 def to_flow(value: Any) -> str:
     """A value on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {to_flow(child)}" for key, child in value.items()) + "}"
+        return "{" + ", ".join(f"{to_flow_key(key)}: {to_flow(child)}" for key, child in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(to_flow, value)) + "]"
     if isinstance(value, str) and not SIMPLE.fullmatch(value):
-        return json.dumps(escape_references(value), ensure_ascii=False)
+        return quote(escape_references(value))
     return to_yaml({"x": value}).strip()[3:]
+
+
+def to_flow_key(key: Any) -> str:
+    """A key on one line. Keys are never references."""
+    return quote(key) if isinstance(key, str) and not SIMPLE.fullmatch(key) else to_flow(key)
+
+
+def quote(text: str) -> str:
+    """A text in double quotes, with escapes for control characters and line breaks."""
+    return UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+def to_single_line(text: str) -> str:
+    """A text of another config for a comment or a report: without line breaks, which would end the comment."""
+    return escape_control(" ".join(text.split()))

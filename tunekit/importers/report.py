@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from tunekit.importers.draft import Effect, Finding
+from tunekit.importers.draft import Effect, Finding, to_single_line
 
 HEADINGS: dict[Effect, str] = {
     "not mapped": "not mapped",
@@ -24,6 +24,6 @@ def format_effect(effect: Effect, findings: Sequence[Finding]) -> Iterator[str]:
     if by_note:
         yield f"{HEADINGS[effect]}:"
     for note, group in by_note.items():
-        keys = ", ".join(dict.fromkeys(finding.key for finding in group))
+        keys = to_single_line(", ".join(dict.fromkeys(finding.key for finding in group)))
         shown = str(group[0]).partition(" - ")[0] if len(group) == 1 and effect != "not needed" else keys
-        yield f"  {shown}: {note.removeprefix('not needed: ')}"
+        yield f"  {shown}: {to_single_line(note.removeprefix('not needed: '))}"
