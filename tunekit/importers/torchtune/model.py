@@ -37,8 +37,12 @@ HUB_NAMES = {
     "gemma2_27b": "google/gemma-2-27b",
     "phi3_mini": "microsoft/Phi-3-mini-4k-instruct",
     "phi4_14b": "microsoft/phi-4",
+    "qwen3_32b": "Qwen/Qwen3-32B",  # without a base
+    "qwen3_moe_30b_a3b_base": "Qwen/Qwen3-30B-A3B-Base",
+    "qwen3_moe_30b_a3b_instruct": "Qwen/Qwen3-30B-A3B",
+    "qwen3_moe_235b_a22b": "Qwen/Qwen3-235B-A22B",
 }
-QWEN_SIZE = re.compile(r"qwen(2|2_5|3)_(\d+(?:_\d+)?)b(_base|_instruct)?")
+QWEN_SIZE = re.compile(r"qwen(2_5|2|3)_(\d+(?:_\d+)?)b(_base|_instruct)?")
 PREFIX = re.compile(r"^(qlora|lora)_")
 LORA_NAMES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "output": "lm_head"}
 CHECKPOINT_FILES = "not needed: the files of a checkpoint are found, and its config.json describes the model"
@@ -76,13 +80,15 @@ def builder_name(component: str) -> str:
 def hub_name(component: str) -> str | None:
     """Hub name of the model of a builder; None if it is unknown."""
     name = builder_name(component)
+    if name in HUB_NAMES:
+        return HUB_NAMES[name]
     if match := QWEN_SIZE.fullmatch(name):
         version, size, kind = match[1].replace("_", "."), match[2].replace("_", "."), match[3] or "_base"
         is_base = kind == "_base"
         if version == "3":
             return f"Qwen/Qwen3-{size}B" + ("-Base" if is_base else "")
         return f"Qwen/Qwen{version}-{size}B" + ("" if is_base else "-Instruct")
-    return HUB_NAMES.get(name)
+    return None
 
 
 def convert_checkpoint(keys: ForeignKeys, draft: Draft, header: Header, component: str | None) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.importers import imported
+from tunekit.importers.torchtune.model import hub_name
 from tunekit.importers.torchtune.packaged import find_nearest
 
 WHEEL = "torchtune==0.6.1"
@@ -241,3 +242,26 @@ def test_published_configs_are_imported_or_refused(published: Path) -> None:
 def test_published_configs_train(name: str, published: Path, tiny_model: Path, tmp_path: Path) -> None:
     result = imported.import_file(published / f"{name}.yaml", (), None, None, recipe_loader.keys_of_recipe)
     assert len(train(result.draft, tiny_model, tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("builder", "name"),
+    [
+        *((f"qwen2_{size}b", f"Qwen2-{size.replace('_', '.')}B") for size in ("0_5", "1_5", "7")),
+        *((f"qwen2_5_{size}b", f"Qwen2.5-{size.replace('_', '.')}B") for size in ("0_5", "3")),
+        *(
+            (f"qwen2_5_{size}b_{kind}", f"Qwen2.5-{size.replace('_', '.')}B{end}")
+            for size in ("1_5", "7", "14", "32", "72")
+            for kind, end in (("base", ""), ("instruct", "-Instruct"))
+        ),
+        *(
+            (f"qwen3_{size}b_{kind}", f"Qwen3-{size.replace('_', '.')}B{end}")
+            for size in ("0_6", "1_7", "4", "8", "14")
+            for kind, end in (("base", "-Base"), ("instruct", ""))
+        ),
+        ("qwen3_32b", "Qwen3-32B"),
+    ],
+)
+def test_builders_of_qwen_name_their_models(builder: str, name: str) -> None:
+    for prefix in ("", "lora_"):
+        assert hub_name(f"torchtune.models.qwen.{prefix}{builder}") == f"Qwen/{name}"
