@@ -11,6 +11,7 @@ from tunekit.config.interpolate import escape_references
 from tunekit.config.secrets import escape_control
 from tunekit.importers.foreign_keys import ForeignKeys
 
+Tree = dict[str, Any]  # a section of a config
 Effect = Literal["not mapped", "differs", "not needed"]
 SIMPLE = re.compile(r"[\w./@+-]+")  # texts that need no quotes in `{}`
 UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")  # and not escaped in JSON

@@ -56,6 +56,12 @@ class ForeignKeys:
         items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
         return [str(item).strip() for item in items if str(item).strip()]
 
+    def numbers(self, *names: str) -> list[float]:
+        """Take a list of numbers, one number, or a text with commas."""
+        value = self.take(*names)
+        items = value if isinstance(value, list) else value.split(",") if isinstance(value, str) else [value]
+        return [float(item) for item in items if item is not None]
+
     def section(self, name: str) -> "ForeignKeys":
         """Keys of a section; empty if it is missing or no mapping."""
         value = self.values.get(name)

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from tunekit.importers.draft import Draft
-
-Tree = dict[str, Any]
+from tunekit.importers.draft import Draft, Tree
 
 
 def split_rows(data: Tree, size: float) -> tuple[Tree, Tree] | None:
@@ -15,7 +13,8 @@ def split_rows(data: Tree, size: float) -> tuple[Tree, Tree] | None:
         if any(part is None for part in parts):
             return None
         train, rest = zip(*(part for part in parts if part is not None), strict=True)
-        return tuple({**data, "datasets": [{"dataset": part} for part in side]} for side in (train, rest))  # type: ignore[return-value]
+        entries = [{**entry, "dataset": part} for entry, part in zip(data["datasets"], train, strict=True)]
+        return {**data, "datasets": entries}, {**data, "datasets": [{"dataset": part} for part in rest]}
     split = data.get("split", "train")
     if "[" in split:
         return None

@@ -7,11 +7,10 @@ from typing import Any
 import yaml
 
 from tunekit.errors import UserError
-from tunekit.importers.draft import Draft
+from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
 from tunekit.importers.torchtune.convert import import_torchtune
 
-Tree = dict[str, Any]
 RUNTIME = re.compile(r"torchtune-(?P<family>llama|qwen|gemma|mistral|phi)(?P<version>[\d.]*)-(?P<size>[\d.]+)b.*")
 WORKSPACE = "/workspace/"  # of the pods, where initializers write the model and the rows
 MODEL_DIR = "/workspace/model"

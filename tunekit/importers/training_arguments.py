@@ -61,6 +61,7 @@ class Defaults:
     save_steps: float = 500
     seed: int = 42
     gradient_checkpointing: bool = False
+    eval_strategy: str = "no"
     pushes_named_repo: bool = False  # hub_model_id implies push_to_hub, to a private repository
 
 
@@ -231,27 +232,39 @@ def convert_intervals(keys: ForeignKeys, draft: Draft, defaults: Defaults) -> No
     draft.set("log_every", max(1, int(every)) if every >= 1 else 1)
     if strategy == "epoch":
         draft.differs("logging_strategy", strategy, "metrics are written every log_every steps")
-    saves = str(keys.take("save_strategy", default="steps")).lower()
+    saves = read_strategy(keys, "save_strategy", default="steps")
     steps = keys.number("save_steps", default=defaults.save_steps)
     if draft.get("save_every") is None:
         every_save = {"epoch": "epoch", "no": EVERY_STEP, "best": "epoch"}.get(saves, to_interval(steps))
         draft.set("save_every", every_save, "Only the last state is saved" if saves == "no" else "")
     if (limit := keys.number("save_total_limit")) is not None:
         draft.set("save_total_limit", max(1, int(limit)))
-    convert_evaluation(keys, draft)
+    convert_evaluation(keys, draft, to_interval(every), defaults)
 
 
-def convert_evaluation(keys: ForeignKeys, draft: Draft) -> None:
-    strategy = str(keys.take("eval_strategy", "evaluation_strategy", default="")).lower()
+def read_strategy(keys: ForeignKeys, *names: str, default: str) -> str:
+    """Take no, steps, epoch or best. YAML reads `no` as false."""
+    value = keys.take(*names, default=default)
+    return "no" if value is False else str(value).lower()
+
+
+def convert_evaluation(keys: ForeignKeys, draft: Draft, logging_steps: float, defaults: Defaults) -> None:
+    strategy = read_strategy(keys, "eval_strategy", "evaluation_strategy", default=defaults.eval_strategy)
     steps = keys.number("eval_steps")
-    if strategy == "no" and draft.get("eval_data") is not None:
+    if strategy == "no" and draft.get("eval_data") is not None and draft.get("eval_every") is None:
         draft.tree.pop("eval_data")
-        draft.unneeded("eval_strategy", strategy, "not needed: there are no rows for evaluation")
+        draft.unneeded("eval_strategy", strategy, "the rows for evaluation have no effect without it")
     if draft.get("eval_data") is not None and draft.get("eval_every") is None:
-        interval = "epoch" if strategy == "epoch" else to_interval(steps) if steps else draft.get("save_every")
-        draft.set("eval_every", interval if interval != EVERY_STEP else "epoch")
+        by_steps = to_interval(steps) if steps else logging_steps
+        is_epoch = strategy == "epoch" and not (steps and defaults.eval_strategy == "epoch")
+        draft.set("eval_every", "epoch" if is_epoch else by_steps)
     elif draft.get("eval_data") is None and steps is not None:
         draft.unneeded("eval_steps", steps, "not needed: there are no rows for evaluation")
+    convert_best_model(keys, draft)
+
+
+def convert_best_model(keys: ForeignKeys, draft: Draft) -> None:
+    """Early stopping, and the weights of the best evaluation."""
     best, patience = keys.flag("load_best_model_at_end"), keys.number("early_stopping_patience")
     if draft.get("eval_data") is None and (best or patience):
         draft.drop("load_best_model_at_end" if best else "early_stopping_patience", best or patience, "needs eval_data")

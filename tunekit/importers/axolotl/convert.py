@@ -4,17 +4,23 @@ from typing import Any
 
 from tunekit.errors import UserError
 from tunekit.importers.axolotl.data import RowContext, convert_dataset, read_template
-from tunekit.importers.draft import Draft
+from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
 from tunekit.importers.held_out import hold_out, to_fraction
+from tunekit.importers.join_datasets import join_datasets
 from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, convert_quantization, report_idle_adapter
 from tunekit.importers.training_arguments import Defaults, convert_arguments
 from tunekit.importers.trl.policy import convert_policy, round_batch
 
-Tree = dict[str, Any]
 ADAPTER = AdapterKeys(default_alpha=16.0, dora="peft_use_dora", rslora="peft_use_rslora")
 DEFAULTS = Defaults(
-    learning_rate=2e-4, lr_scheduler="cosine", epochs=1, batch_size=1, logging_steps=1, pushes_named_repo=True
+    learning_rate=2e-4,
+    lr_scheduler="cosine",
+    epochs=1,
+    batch_size=1,
+    logging_steps=1,
+    eval_strategy="epoch",
+    pushes_named_repo=True,
 )
 RL_RECIPES: dict[str, str] = {
     **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), "preference"),
@@ -124,11 +130,11 @@ def convert_rows(keys: ForeignKeys, draft: Draft, rl: str | None) -> None:
         entries = [with_type(entry, "completion") if is_stream else entry for entry in entries]
         converted = [convert_dataset(entry, f"{prefix}[{i}]", context) for i, entry in enumerate(entries)]
     shared = shared_keys(keys, draft, rl, is_stream)
-    draft.set("data", join(converted, shared))
+    draft.set("data", join_rows("data", converted, shared, draft))
     held_out, tests = keys.number("val_set_size", default=0), keys.take("test_datasets")
     if tests:
         parts = [convert_dataset(entry, f"test_datasets[{i}]", context) for i, entry in enumerate(tests)]
-        draft.set("eval_data", join(parts, {**shared, "shuffle": None, "streaming": None}))
+        draft.set("eval_data", join_rows("eval_data", parts, {**shared, "shuffle": None, "streaming": None}, draft))
     elif is_stream and held_out:
         draft.drop("val_set_size", held_out, "streamed rows cannot be split; set eval_data")
     else:
@@ -176,24 +182,13 @@ def shared_keys(keys: ForeignKeys, draft: Draft, rl: str | None, is_stream: bool
     return shared
 
 
-def join(rows: list[Tree], shared: Tree) -> Tree:
-    """One dataset, or a mixture of several, whose shared keys are next to the list."""
-    shared = {key: value for key, value in shared.items() if value is not None}
-    rows = [{key: value for key, value in row.items() if not (key == "kind" and value == "prompt")} for row in rows]
-    is_text = all(row.get("kind") == "text" for row in rows)
-    if len(rows) == 1:
-        return {**rows[0], **{k: v for k, v in shared.items() if not (is_text and k == "excess_length_strategy")}}
-    separate = {key: shared.pop(key) for key in ("excess_length_strategy", "num_proc", "streaming") if key in shared}
-    templates = {row.pop("chat_template", None) for row in rows} - {None}
-    if templates:
-        shared["chat_template"] = sorted(templates)[0]
+def join_rows(key: str, rows: list[Tree], shared: Tree, draft: Draft) -> Tree:
+    """One dataset, or a mixture of several. Texts are split instead of dropped, and prompts have no kind."""
     parts = []
     for row in rows:
-        options = {
-            k: v for k, v in separate.items() if not (row.get("kind") == "text" and k == "excess_length_strategy")
-        }
-        parts.append({"dataset": {**row, **options}})
-    return {"kind": "mixture", **shared, "datasets": parts}
+        part = {name: value for name, value in row.items() if (name, value) != ("kind", "prompt")}
+        parts.append(part | ({"excess_length_strategy": None} if row.get("kind") == "text" else {}))
+    return join_datasets(key, parts, shared, draft)
 
 
 def convert_loss(keys: ForeignKeys, draft: Draft, rl: str | None) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 from tunekit.errors import UserError
 from tunekit.importers.axolotl import pairs, prompts
 from tunekit.importers.columns import set_columns
-from tunekit.importers.draft import Draft
+from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
 from tunekit.importers.sources import join_source, local_sources
 
-Tree = dict[str, Any]
 ROLES = {
     "human": "user",
     "user": "user",

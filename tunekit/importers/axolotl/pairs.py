@@ -3,11 +3,10 @@
 from typing import Any
 
 from tunekit.importers.columns import set_columns
-from tunekit.importers.draft import Draft
+from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
 from tunekit.importers.prompt_texts import from_format, message
 
-Tree = dict[str, Any]
 PROMPTS = {  # column of the prompt by the name of a strategy
     "intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt", "argilla": "instruction",
     "default": "prompt",

@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 from tunekit.importers.columns import set_columns
+from tunekit.importers.draft import Tree
 from tunekit.importers.prompt_texts import alpaca_prompt, column, either, from_format
 
-Tree = dict[str, Any]
 CONCISE = (
     "Below is an instruction from a USER that describes a task. The ASSISTANT writes a response that "
     "appropriately and concisely completes the request.\n\n"

@@ -1,17 +1,18 @@
 """A config of LLaMA-Factory as a config of tunekit."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tunekit.errors import UserError
-from tunekit.importers.draft import Draft
+from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
 from tunekit.importers.held_out import hold_out
+from tunekit.importers.join_datasets import join_datasets
 from tunekit.importers.llama_factory.data import RowContext, convert_datasets
 from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, report_idle_adapter
 from tunekit.importers.training_arguments import Defaults, convert_arguments
 
-Tree = dict[str, Any]
 STAGES = {"pt": "sft", "sft": "sft", "rm": "reward", "ppo": "ppo", "dpo": "preference", "kto": "preference"}
 TEMPLATES = {  # templates whose format is that of a bundled one; the others are those of the checkpoints
     "alpaca": "alpaca", "chatml": "chatml", "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "llama2": "inst",
@@ -44,7 +45,11 @@ def import_llama_factory(
     if is_pure:
         keys.values["bf16"] = True
         draft.set("precision.master_dtype", "bf16", "pure_bf16: trained weights are bf16 too")
-    convert_arguments(keys, draft, DEFAULTS, num_devices or 1)
+    evaluates_last = bool(keys.peek("do_eval"))
+    defaults = replace(DEFAULTS, eval_strategy="epoch") if evaluates_last else DEFAULTS
+    if evaluates_last and not keys.peek("eval_strategy") and draft.get("eval_data") is not None:
+        draft.comments["eval_every"] = "do_eval evaluates once, after training"
+    convert_arguments(keys, draft, defaults, num_devices or 1)
     draft.set("output_dir", str(keys.take("output_dir", default="runs/llama-factory")))
     convert_profiler(keys, draft)
     for name in ("do_train", "do_eval"):
@@ -184,13 +189,14 @@ def convert_rows(keys: ForeignKeys, draft: Draft, stage: str, path: Path | None)
     elif system is not None:
         draft.drop("default_system", system, "add a column system to the rows")
     shared = shared_keys(keys, stage)
-    weights, strategy = keys.texts("interleave_probs"), str(keys.take("mix_strategy", default="concat"))
-    draft.set("data", join(rows, shared, [float(weight) for weight in weights]))
+    weights, strategy = keys.numbers("interleave_probs"), str(keys.take("mix_strategy", default="concat"))
+    draft.set("data", join_datasets("data", rows, shared, draft, weights))
     if strategy == "interleave_over":
         draft.differs("mix_strategy", strategy, "an epoch ends with the first dataset that has no rows left")
     evaluated, size = names_of(keys.take("eval_dataset")), keys.number("val_size", default=0)
     if evaluated:
-        draft.set("eval_data", join(convert_datasets(evaluated, context), {**shared, "streaming": None}, []))
+        rows = convert_datasets(evaluated, context)
+        draft.set("eval_data", join_datasets("eval_data", rows, {**shared, "streaming": None}, draft))
     else:
         hold_out(draft, "val_size", size)
 
@@ -217,22 +223,6 @@ def shared_keys(keys: ForeignKeys, stage: str) -> Tree:
     if (count := keys.number("preprocessing_num_workers")) is not None:
         shared["num_proc"] = int(count)
     return shared
-
-
-def join(rows: list[Tree], shared: Tree, weights: list[float]) -> Tree:
-    """One dataset, or a mixture of several, whose shared keys are next to the list."""
-    shared = {key: value for key, value in shared.items() if value is not None}
-    if len(rows) == 1:
-        return {**shared, **rows[0]}
-    separate = {key: shared.pop(key) for key in ("max_samples", "num_proc", "streaming") if key in shared}
-    for key in ("chat_template", "chat_template_kwargs"):
-        values = [row.pop(key) for row in rows if key in row]
-        if values:
-            shared[key] = values[0]
-    parts = [{"dataset": {**separate, **row}} for row in rows]
-    for part, weight in zip(parts, weights, strict=False):
-        part["weight"] = weight  # type: ignore[assignment]
-    return {"kind": "mixture", **shared, "datasets": parts}
 
 
 def convert_loss(keys: ForeignKeys, draft: Draft, stage: str) -> None:

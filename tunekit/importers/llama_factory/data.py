@@ -8,11 +8,10 @@ from typing import Any
 
 from tunekit.errors import UserError
 from tunekit.importers.columns import set_columns
-from tunekit.importers.draft import Draft
+from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.prompt_texts import column, either, message
 from tunekit.importers.sources import join_source
 
-Tree = dict[str, Any]
 INFO = "dataset_info.json"
 TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
         "observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"}  # fmt: skip

@@ -6,14 +6,14 @@ from typing import Any
 
 from tunekit.errors import UserError
 from tunekit.importers.columns import set_columns
-from tunekit.importers.draft import Draft
+from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
+from tunekit.importers.join_datasets import join_datasets
 from tunekit.importers.prompt_texts import alpaca_prompt, column, escape, message
 from tunekit.importers.sources import join_source, local_sources
 from tunekit.importers.torchtune.model import PLAIN, TextFormat
 from tunekit.importers.torchtune.source import COMPONENT
 
-Tree = dict[str, Any]
 IMAGES = "trains on images, and models read text only here"
 # Templates of torchtune that write texts around a question, by their last name.
 QUESTION_TEXTS = {
@@ -53,14 +53,7 @@ def convert_dataset(value: Any, path: str, context: DataContext) -> Tree:
     """The `data` section of a dataset, or of a list of datasets."""
     if isinstance(value, list):
         datasets = [convert_dataset(item, f"{path}[{i}]", context) for i, item in enumerate(value)]
-        shared = {"max_length": context.max_length}
-        for key in ("packing", "chat_template", "chat_template_kwargs"):
-            values = [dataset.pop(key, None) for dataset in datasets]
-            if chosen := next((value for value in values if value is not None), None):
-                shared[key] = chosen
-        for dataset in datasets:
-            dataset.pop("max_length", None)
-        return {"kind": "mixture", **shared, "datasets": [{"dataset": dataset} for dataset in datasets]}
+        return join_datasets("data" if path == "dataset" else "eval_data", datasets, {}, context.draft)
     if not isinstance(value, Mapping):
         raise UserError(f"{path}: must be a mapping with _component_. Set a dataset builder.")
     keys = ForeignKeys(value, path)

@@ -5,12 +5,13 @@ from typing import Any
 
 from tunekit.errors import UserError
 from tunekit.importers.columns import set_columns
-from tunekit.importers.draft import Draft
+from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
+from tunekit.importers.held_out import hold_out
+from tunekit.importers.join_datasets import join_datasets
 from tunekit.importers.row_format import first_row, has_columns
 from tunekit.importers.sources import join_source, local_sources
 
-Tree = dict[str, Any]
 UNKNOWN_FORMAT = (
     "By the format of the rows, which is not known here: conversations and texts have all tokens as targets"
 )
@@ -32,7 +33,7 @@ def read_sources(keys: ForeignKeys, draft: Draft) -> list[Tree]:
         local, part = local_sources(path, files, directory, part)
         source = make_source(local or path, entry.take("name"), part)
         if (fraction := entry.number("fraction")) is not None:
-            source["split"] = f"{part.partition('[')[0]}[:{100 * float(fraction):g}%]"
+            source["weight"] = float(fraction)
         if (columns := entry.take("columns")) is not None:
             draft.unneeded(entry.dotted("columns"), columns, "not needed: only the columns of the format are read")
         for dotted, value in entry.rest():
@@ -47,35 +48,32 @@ def make_source(name: str, subset: Any, split: str) -> Tree:
 
 def convert_rows(keys: ForeignKeys, draft: Draft, task: str) -> None:
     """`data` and `eval_data`."""
-    sources, test_split = read_sources(keys, draft), str(keys.take("dataset_test_split", default="test"))
+    is_list, test_split = bool(keys.peek("datasets")), str(keys.take("dataset_test_split", default="test"))
+    sources = read_sources(keys, draft)
+    weights = [source.pop("weight") for source in sources if "weight" in source]
     rows = [convert_source(source, keys, draft, task) for source in sources]
-    for name in ("dataset_text_field", "assistant_only_loss", "completion_only_loss"):
+    names = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")
+    if task == "gkd":
+        draft.idle(keys, "has no effect in GKDTrainer, which trains on the last answer of messages", *names, "packing")
+    for name in names:
         keys.take(name)
     shared = shared_keys(keys, draft, task)
-    if task in ("sft",) and rows[0].get("kind") == "text" and not shared.get("packing"):
+    if task == "sft" and rows[0].get("kind") == "text" and not shared.get("packing"):
         rows = [{**row, "excess_length_strategy": "truncate"} for row in rows]
-    draft.set("data", join_rows(rows, shared))
+    draft.set("data", join_datasets("data", rows, shared, draft, weights))
     if len(rows) == 1 and "kind" not in rows[0] and task == "sft":
         draft.comments["data.train_on"] = UNKNOWN_FORMAT
     test_size = keys.number("test_split_size")
-    evaluates = str(keys.peek("eval_strategy") or keys.peek("evaluation_strategy") or "no").lower() != "no"
-    if not evaluates:
-        if test_split != "test":
-            draft.unneeded("dataset_test_split", test_split, "has no effect without eval_strategy")
+    if test_size is not None and is_list:
+        hold_out(draft, "test_split_size", test_size)
         return
     if test_size is not None:
-        percent = f"{100 - 100 * float(test_size):g}%" if float(test_size) < 1 else f"-{int(test_size)}"
-        draft.set("data.split", f"train[:{percent}]")
-        draft.set("eval_data", join_rows([{**row, "split": f"train[{percent}:]"} for row in rows], shared))
-    else:
-        draft.set("eval_data", join_rows([{**row, "split": test_split} for row in rows], shared))
-
-
-def join_rows(rows: list[Tree], shared: Tree) -> Tree:
-    """One dataset, or a mixture of several."""
-    if len(rows) == 1:
-        return {**rows[0], **shared}
-    return {"kind": "mixture", **shared, "datasets": [{"dataset": row} for row in rows]}
+        draft.unneeded("test_split_size", test_size, "has no effect without datasets: dataset_test_split is used")
+    if str(keys.peek("eval_strategy") or keys.peek("evaluation_strategy") or "no").lower() != "no":
+        tests = [{**row, "split": test_split} for row in rows]
+        draft.set("eval_data", join_datasets("eval_data", tests, shared, draft))
+    elif test_split != "test":
+        draft.unneeded("dataset_test_split", test_split, "has no effect without eval_strategy")
 
 
 def shared_keys(keys: ForeignKeys, draft: Draft, task: str) -> Tree:
@@ -113,7 +111,9 @@ def convert_source(source: Tree, keys: ForeignKeys, draft: Draft, task: str) -> 
         return {"kind": "unpaired_preference", **source}
     if task == "prm":
         return {"kind": "stepwise", **source}
-    if task not in ("sft", "gkd"):
+    if task == "gkd":
+        return {"kind": "chat", **source, "train_on": "last"}
+    if task != "sft":
         return {"kind": "preference", **source}
     text, only_completion = str(keys.peek("dataset_text_field") or "text"), keys.peek("completion_only_loss")
     everything = not keys.peek("assistant_only_loss")

@@ -38,3 +38,34 @@ def test_results_are_pushed_where_the_original_pushes(trainer: str, keys: Any, e
     assert result.draft.get("push_to_hub") == expected
     reported = {finding.key: finding.value for finding in result.draft.findings}
     assert expected is not None or reported.items() & keys.items()
+
+
+HELD_OUT = {"axolotl": {"val_set_size": 0.1}, "llama-factory": {"val_size": 0.1}, "trl": {}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "keys", "expected"),
+    [
+        ("trl", {"eval_strategy": "steps"}, 10),
+        ("trl", {"eval_strategy": "steps", "logging_steps": 20}, 20),
+        ("trl", {"eval_strategy": "steps", "eval_steps": 0.25, "save_steps": 70}, 0.25),
+        ("trl", {"eval_strategy": "epoch", "eval_steps": 5}, "epoch"),
+        ("trl", {"eval_steps": 5}, None),
+        ("axolotl", {}, "epoch"),
+        ("axolotl", {"save_steps": 70}, "epoch"),
+        ("axolotl", {"eval_steps": 5}, 5),
+        ("axolotl", {"eval_strategy": "no"}, None),
+        ("axolotl", {"eval_strategy": False}, None),
+        ("llama-factory", {}, None),
+        ("llama-factory", {"eval_strategy": "steps"}, 500),
+        ("llama-factory", {"eval_strategy": "steps", "eval_steps": 5}, 5),
+        ("llama-factory", {"do_eval": True}, "epoch"),
+    ],
+)
+def test_models_are_evaluated_as_often_as_in_the_original(
+    trainer: str, keys: dict[str, Any], expected: Any, import_keys: Any
+) -> None:
+    draft = import_keys(trainer, **HELD_OUT[trainer], **keys).draft
+    assert draft.get("eval_every") == expected
+    assert (draft.get("eval_data") is None) == (expected is None)
+    assert trainer == "trl" or draft.get("data.split") == "train[:90%]"
