@@ -25,7 +25,7 @@ TASKS = {  # recipe and learning rate by the name of a script or a trainer
     "prm": ("reward", 1e-5),
     "grpo": ("grpo", 1e-6),
     "rloo": ("grpo", 1e-6),
-    "gkd": ("distill", 5e-5),
+    "gkd": ("distill", 2e-5),
     "distillation": ("distill", 1e-6),
 }
 LOSSES: dict[str, Callable[[ForeignKeys, Draft], None]] = {
@@ -36,14 +36,14 @@ LOSSES: dict[str, Callable[[ForeignKeys, Draft], None]] = {
     "bco": losses.convert_bco,
     "reward": losses.convert_reward,
     "prm": losses.convert_prm,
-    "gkd": losses.convert_distillation,
+    "gkd": losses.convert_gkd,
     "distillation": losses.convert_distillation,
 }
-SIGNS = {  # keys that only one trainer has
-    "num_generations": "grpo", "reward_funcs": "grpo", "teacher_model_name_or_path": "distillation",
-    "desirable_weight": "kto", "undesirable_weight": "kto", "center_rewards_coefficient": "reward",
-    "step_separator": "prm", "simpo_gamma": "cpo", "cpo_alpha": "cpo", "precompute_ref_log_probs": "dpo",
-    "f_divergence_type": "dpo", "rpo_alpha": "dpo", "ld_alpha": "dpo", "lmbda": "gkd", "seq_kd": "gkd",
+TASK_BY_KEY = {  # keys that only one trainer has, and then those that the others of a kind do not have
+    "num_generations": "grpo", "reward_funcs": "grpo", "lmbda": "gkd", "seq_kd": "gkd",
+    "teacher_model_name_or_path": "distillation", "desirable_weight": "kto", "undesirable_weight": "kto",
+    "center_rewards_coefficient": "reward", "step_separator": "prm", "simpo_gamma": "cpo", "cpo_alpha": "cpo",
+    "precompute_ref_log_probs": "dpo", "f_divergence_type": "dpo", "rpo_alpha": "dpo", "ld_alpha": "dpo",
     "assistant_only_loss": "sft", "completion_only_loss": "sft", "packing": "sft", "dataset_text_field": "sft",
 }  # fmt: skip
 ADAPTER = AdapterKeys(default_rank=16, default_alpha=32.0, default_dropout=0.05)
@@ -60,8 +60,8 @@ def import_trl(
     recipe, rate = TASKS[name]
     draft = Draft(recipe)
     if task is None:
-        sign = next((key for key in values if SIGNS.get(key) == name), None)
-        note = f"the trainer is not named: {name}" + (f", by the key {sign}" if sign else "")
+        by_key = next((key for key in values if TASK_BY_KEY.get(key) == name), None)
+        note = f"the trainer is not named: {name}" + (f", by the key {by_key}" if by_key else "")
         draft.differs("config", "", f"{note}; tune import -- trl {name} --config FILE names it")
     convert_model(keys, draft)
     convert_rows(keys, draft, name)
@@ -83,7 +83,7 @@ def guess_task(values: dict[str, Any]) -> str:
     """Trainer of a config that no command names."""
     if str(values.get("loss_type")) in ("sigmoid", "ipo", "hinge", "robust", "apo_zero", "['sigmoid']"):
         return "dpo"
-    return next((SIGNS[key] for key in SIGNS if key in values), "dpo" if "beta" in values else "sft")
+    return next((task for key, task in TASK_BY_KEY.items() if key in values), "dpo" if "beta" in values else "sft")
 
 
 def convert_model(keys: ForeignKeys, draft: Draft) -> None:

@@ -19,8 +19,7 @@ DIVERGENCES = {"FDivergenceType.REVERSE_KL": "reverse_kl", "reverse_kl": "revers
 def convert_dpo(keys: ForeignKeys, draft: Draft) -> None:
     """Loss of DPOTrainer: one, or a weighted sum."""
     names = keys.texts("loss_type") or ["sigmoid"]
-    weights = keys.take("loss_weights")
-    weights = weights if isinstance(weights, list) else [weights] if weights is not None else []
+    weights = keys.numbers("loss_weights")
     beta, smoothing = float(keys.number("beta", default=0.1)), float(keys.number("label_smoothing", default=0.0))
     tau, divergence = keys.number("discopop_tau"), str(keys.take("f_divergence_type", default="reverse_kl"))
     alpha = keys.number("f_alpha_divergence_coef")
@@ -41,7 +40,7 @@ def convert_dpo(keys: ForeignKeys, draft: Draft) -> None:
             exponent = {"kind": form, "alpha": float(alpha)} if form == "alpha_divergence" and alpha else form
             loss["f_divergence"] = exponent
         if i < len(weights):
-            loss["weight"] = float(weights[i])
+            loss["weight"] = weights[i]
         losses.append(loss)
     if rpo := keys.number("rpo_alpha"):
         losses.append({"kind": "sft", "weight": float(rpo)})
@@ -112,21 +111,34 @@ def convert_bco(keys: ForeignKeys, draft: Draft) -> None:
     convert_reference(keys, draft)
 
 
-def convert_distillation(keys: ForeignKeys, draft: Draft) -> None:
-    """Generalized knowledge distillation, with answers of the student."""
+def convert_teacher(keys: ForeignKeys, draft: Draft) -> None:
     teacher, revision = keys.take("teacher_model_name_or_path", "teacher_model"), keys.take("teacher_model_revision")
     if teacher is not None:
         draft.set("teacher.model", f"{teacher}@{revision}" if revision not in (None, "main") else str(teacher))
-    is_gkd = "lmbda" in keys or "seq_kd" in keys
-    draft.set("loss", {"kind": "jensen_shannon", "beta": float(keys.number("beta", default=0.5 if is_gkd else 1.0))})
-    temperature = float(keys.number("temperature", default=0.9 if is_gkd else 1.0))
-    draft.set("on_policy.lmbda", float(keys.number("lmbda", default=0.5 if is_gkd else 1.0)))
-    draft.set("on_policy.temperature", temperature)
-    if not is_gkd and temperature != 1.0:
-        draft.set("loss.temperature", temperature)
-    tokens = keys.number("max_new_tokens", "max_completion_length", default=128 if is_gkd else 512)
-    draft.set("on_policy.max_new_tokens", int(tokens))
+
+
+def convert_gkd(keys: ForeignKeys, draft: Draft) -> None:
+    """Generalized knowledge distillation: a part of the answers is the student's, and the temperature only theirs."""
+    convert_teacher(keys, draft)
+    draft.set("loss", {"kind": "jensen_shannon", "beta": float(keys.number("beta", default=0.5))})
+    draft.set("on_policy.lmbda", float(keys.number("lmbda", default=0.5)))
+    draft.set("on_policy.temperature", float(keys.number("temperature", default=0.9)))
+    draft.set("on_policy.max_new_tokens", int(keys.number("max_new_tokens", default=128)))
     if keys.flag("seq_kd"):
         draft.drop("seq_kd", True, "generate the answers of the teacher with recipe generate, and train on them")
+
+
+def convert_distillation(keys: ForeignKeys, draft: Draft) -> None:
+    """On-policy distillation: all answers are the student's, and the temperature is that of the loss too."""
+    convert_teacher(keys, draft)
+    draft.set("loss", {"kind": "jensen_shannon", "beta": float(keys.number("beta", default=1.0))})
+    temperature = float(keys.number("temperature", default=1.0))
+    draft.set("on_policy.lmbda", 1.0)
+    draft.set("on_policy.temperature", temperature)
+    if temperature != 1.0:
+        draft.set("loss.temperature", temperature)
+    draft.set("on_policy.max_new_tokens", int(keys.number("max_completion_length", default=512)))
     if (top_p := keys.number("top_p", default=1.0)) != 1.0:
         draft.set("on_policy.top_p", float(top_p))
+    if top_k := keys.number("top_k"):
+        draft.set("on_policy.top_k", int(top_k))

@@ -76,25 +76,30 @@ def convert_lengths(keys: ForeignKeys, draft: Draft) -> None:
 
 def convert_rewards(keys: ForeignKeys, draft: Draft) -> None:
     """Reward functions by name or dotted path, and a reward model."""
+    models, names = keys.texts("reward_model_name_or_path"), keys.texts("reward_funcs")
+    weights = keys.numbers("reward_weights")
     rewards: list[dict[str, Any]] = []
-    if (model := keys.take("reward_model_name_or_path")) is not None:
-        rewards.append({"kind": "reward_model", "model": str(model)})
-    for name in keys.texts("reward_funcs"):
-        if name in REWARDS:
-            rewards.append(dict(REWARDS[name]))
-        elif "." in name and not name.startswith("trl."):
-            module, _, function = name.rpartition(".")
-            rewards.append({"kind": "function", "function": f"{module.replace('.', '/')}.py:{function}"})
-        else:
+    for i, name in enumerate([*models, *names]):
+        reward = {"kind": "reward_model", "model": name} if i < len(models) else make_reward(name)
+        if reward is None:
             draft.drop("reward_funcs", name, "write it as a function in a Python file: rewards='FILE.py:function'")
-    weights = keys.take("reward_weights")
-    for reward, weight in zip(rewards, weights if isinstance(weights, list) else [], strict=False):
-        reward["weight"] = float(weight)
+        else:
+            rewards.append(reward | ({"weight": weights[i]} if i < len(weights) else {}))
     if not rewards:
         rewards = [{"kind": "accuracy"}]
         note = "the script that trains defines the rewards: set rewards='FILE.py:function'"
         draft.drop("reward_funcs", None, note)
     draft.set("rewards", rewards)
+
+
+def make_reward(name: str) -> dict[str, Any] | None:
+    """Reward of the name of a function or its dotted path; None for one that only TRL has."""
+    if name in REWARDS:
+        return dict(REWARDS[name])
+    if "." not in name or name.startswith("trl."):
+        return None
+    module, _, function = name.rpartition(".")
+    return {"kind": "function", "function": f"{module.replace('.', '/')}.py:{function}"}
 
 
 def convert_engine(keys: ForeignKeys, draft: Draft) -> None:

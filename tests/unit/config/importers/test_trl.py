@@ -109,3 +109,63 @@ def test_no_key_is_dropped_silently(task: str, config: type) -> None:
     }
     assert silent_keys(import_values, base, sorted(names)) == []
     assert unknown_keys(import_values, base, sorted(names)) == []
+
+
+def test_gkd_has_the_defaults_of_its_config() -> None:
+    command = "python gkd.py --teacher_model_name_or_path o/large --model_name_or_path o/m --dataset_name o/r"
+    result = import_command(command)
+    config = GKDConfig(output_dir="unused", use_cpu=True, bf16=False)
+    expected = [config.beta, config.lmbda, config.temperature, config.max_new_tokens, config.learning_rate]
+    keys = ("loss.beta", "on_policy.lmbda", "on_policy.temperature", "on_policy.max_new_tokens", "optimizer.lr")
+    assert values(result, *keys) == expected
+    assert values(result, "data.kind", "data.train_on", "data.packing") == ["chat", "last", None]
+    result = import_command(f"{command} --packing --assistant_only_loss")
+    assert {"packing", "assistant_only_loss"} <= {finding.key for finding in result.draft.findings}
+
+
+def test_keys_of_gkd_name_the_trainer() -> None:
+    draft, _ = import_trl({**BASE, "teacher_model_name_or_path": "o/large", "lmbda": 1.0})
+    assert draft.get("on_policy.temperature") == 0.9
+    draft, _ = import_trl({**BASE, "teacher_model_name_or_path": "o/large"})
+    assert draft.get("on_policy.temperature") == 1.0
+
+
+MIXTURE = {"model_name_or_path": "o/m", "datasets": [{"path": "o/a", "split": "part"}, {"path": "o/b"}]}
+
+
+def splits(draft: Any, key: str) -> list[str]:
+    return [part["dataset"].get("split", "train") for part in draft.get(f"{key}.datasets")]
+
+
+def test_test_split_size_holds_rows_of_a_mixture_out() -> None:
+    draft, _ = import_trl({**MIXTURE, "test_split_size": 0.1, "eval_strategy": "epoch"}, "sft")
+    assert (splits(draft, "data"), splits(draft, "eval_data")) == (["part[:90%]", "train[:90%]"],
+                                                                   ["part[90%:]", "train[90%:]"])  # fmt: skip
+    draft, _ = import_trl({**MIXTURE, "test_split_size": 0.1}, "sft")
+    assert splits(draft, "data") == ["part[:90%]", "train[:90%]"] and draft.get("eval_data") is None
+
+
+def test_test_split_size_has_no_effect_on_one_dataset() -> None:
+    keys = {**BASE, "dataset_train_split": "train_sft", "test_split_size": 0.1, "eval_strategy": "epoch"}
+    draft, _ = import_trl(keys, "sft")
+    assert (draft.get("data.split"), draft.get("eval_data.split")) == ("train_sft", "test")
+    assert "test_split_size" in {finding.key for finding in draft.findings}
+
+
+def test_fractions_are_weights_of_a_mixture() -> None:
+    datasets = [{"path": "o/a", "fraction": 0.75}, {"path": "o/b", "fraction": 0.25}]
+    draft, _ = import_trl({**MIXTURE, "datasets": datasets}, "sft")
+    assert [part["weight"] for part in draft.get("data.datasets")] == [0.75, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "expected"),
+    [
+        (["think_format_reward", "my.first"], [0.2, 0.8], [("function", 0.8)]),
+        (["my.first"], 0.5, [("function", 0.5)]),
+        (["my.first", "accuracy_reward"], [0.2, 0.8], [("function", 0.2), ("accuracy", 0.8)]),
+    ],
+)
+def test_weights_belong_to_their_rewards(functions: list[str], weights: Any, expected: list[Any]) -> None:
+    draft, _ = import_trl({**BASE, "reward_funcs": functions, "reward_weights": weights}, "grpo")
+    assert [(reward["kind"], reward["weight"]) for reward in draft.get("rewards")] == expected
