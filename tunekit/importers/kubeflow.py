@@ -30,7 +30,7 @@ def import_kubeflow(job: Tree, num_devices: int | None = None) -> tuple[Draft, F
         raise UserError(f"spec.runtimeRef.name: {name!r} has no builtin trainer of torchtune. {hint}.")
     initializer = spec.section("initializer")
     model, rows = initializer.section("model"), initializer.section("dataset")
-    source, uri = read_uri(rows.take("storageUri")), read_uri(model.take("storageUri"))
+    source, (uri, other) = read_rows_uri(rows.take("storageUri")), read_model_uri(model.take("storageUri"))
     config, header = make_config(match, arguments, source, uri)
     overrides = [word for word in arguments if "=" in word and WORKSPACE not in word and word not in SOURCES]
     nodes, processes = trainer.number("numNodes", default=1), trainer.take("numProcPerNode")
@@ -39,6 +39,10 @@ def import_kubeflow(job: Tree, num_devices: int | None = None) -> tuple[Draft, F
     text = header + yaml.safe_dump(config)
     draft, keys = import_torchtune(text, "spec.trainer.args", overrides, None, devices)
     draft.comments["model"] = f"Of {name}" if uri is None else f"Of {model.path}"
+    for key, address in ((rows.dotted("storageUri"), source), (model.dotted("storageUri"), other)):
+        if address is not None and "://" in address and not address.startswith("hf://"):
+            name = "data.source" if key.startswith(rows.path) else "model"
+            draft.drop(key, address, f"only the Hugging Face Hub and local files are read: set {name} to a directory")
     report(draft, spec, arguments)
     return draft, keys
 
@@ -46,12 +50,25 @@ def import_kubeflow(job: Tree, num_devices: int | None = None) -> tuple[Draft, F
 SOURCES = ("dataset.source=parquet", "dataset.source=json", "dataset.source=csv")
 
 
-def read_uri(uri: Any) -> str | None:
-    """Name on the Hub, or address, of a storage URI such as hf://owner/name/directory."""
-    if uri is None:
-        return None
-    text = str(uri)
-    return "/".join(text.removeprefix("hf://").split("/")[:2]) if text.startswith("hf://") else text
+def read_rows_uri(uri: Any) -> str | None:
+    """Source of rows: a name on the Hub, a directory there, or another address."""
+    if uri is None or not str(uri).startswith("hf://"):
+        return None if uri is None else str(uri)
+    owner_and_name, directory = split_hub_uri(str(uri))
+    return f"hf://datasets/{owner_and_name}/{directory}" if directory else owner_and_name
+
+
+def read_model_uri(uri: Any) -> tuple[str | None, str | None]:
+    """Name of a model on the Hub, and another address; None for what the URI is not."""
+    if uri is None or not str(uri).startswith("hf://"):
+        return None, None if uri is None else str(uri)
+    return split_hub_uri(str(uri))[0], None
+
+
+def split_hub_uri(uri: str) -> tuple[str, str]:
+    """Repository and directory of hf://owner/name/directory."""
+    parts = uri.removeprefix("hf://").strip("/").split("/")
+    return "/".join(parts[:2]), "/".join(parts[2:])
 
 
 def make_config(match: re.Match[str], arguments: list[str], source: str | None, model: str | None) -> tuple[Tree, str]:
@@ -69,7 +86,7 @@ def make_config(match: re.Match[str], arguments: list[str], source: str | None, 
         "output_dir": "runs/kubeflow",
         "model": {"_component_": f"torchtune.models.{family}.{'lora_' if is_adapted else ''}{builder}"},
         "tokenizer": {"_component_": f"torchtune.models.{tokenizer}"},
-        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": MODEL_DIR},
+        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer"},
         "dataset": {"_component_": "torchtune.datasets.instruct_dataset", "source": source or "data"},
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4 if is_adapted else 2e-5},
         "batch_size": 4,
@@ -84,7 +101,10 @@ def make_config(match: re.Match[str], arguments: list[str], source: str | None, 
         config["dataset"] = {"_component_": "torchtune.datasets.alpaca_dataset"} | (
             {"source": source} if source else {}
         )
-    return config, f"# tune download {model} --output-dir {MODEL_DIR}\n" if model else ""
+    if model is None:
+        return config, ""
+    config["checkpointer"]["checkpoint_dir"] = MODEL_DIR
+    return config, f"# tune download {model} --output-dir {MODEL_DIR}\n"
 
 
 def count_gpus(resources: ForeignKeys) -> int:

@@ -36,7 +36,7 @@ def test_train_job(import_text: Import) -> None:
     assert values(result, "model", "adapter.rank", "epochs") == ["meta-llama/Llama-3.2-1B-Instruct", 16, 2]
     assert values(result, "global_batch_size", "data.source", "data.split") == [
         8 * 8 * 8,
-        "owner/questions",
+        "hf://datasets/owner/questions/data",
         "train[:1000]",
     ]
     assert result.draft.get("data.columns") == {"prompt": "question", "input": None, "completion": "answer"}
@@ -50,3 +50,26 @@ def test_full_fine_tuning_and_other_runtimes(import_text: Import) -> None:
     job["spec"]["runtimeRef"]["name"] = "torch-distributed"
     with pytest.raises(UserError, match="no builtin trainer"):
         import_text(yaml.safe_dump(job))
+
+
+def test_sources_outside_the_hub_are_reported(import_text: Import) -> None:
+    job = yaml.safe_load(JOB)
+    job["spec"]["initializer"] = {"dataset": {"storageUri": "s3://rows/data"}, "model": {"storageUri": "pvc://c/m"}}
+    result = import_text(yaml.safe_dump(job))
+    assert values(result, "model", "data.source") == ["meta-llama/Llama-3.2-1B-Instruct", "s3://rows/data"]
+    dropped = {finding.value for finding in result.draft.findings if finding.effect == "not mapped"}
+    assert dropped == {"pvc://c/m", "s3://rows/data"}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "model"),
+    [
+        ("torchtune-llama3.2-3b", "meta-llama/Llama-3.2-3B-Instruct"),
+        ("torchtune-qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct"),
+    ],
+)
+def test_runtimes_name_a_model(runtime: str, model: str, import_text: Import) -> None:
+    job = yaml.safe_load(JOB)
+    del job["spec"]["initializer"]["model"]
+    job["spec"]["runtimeRef"]["name"] = runtime
+    assert import_text(yaml.safe_dump(job)).draft.get("model") == model
