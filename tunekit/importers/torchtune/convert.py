@@ -1,7 +1,6 @@
 """A torchtune config as a config of tunekit."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tunekit.errors import UserError
@@ -129,7 +128,3 @@ def convert_inference(keys: ForeignKeys, draft: Draft, has_markers: bool) -> Non
     if (directory := keys.take("output_dir")) is not None:
         draft.unneeded("output_dir", directory, "not needed: results are printed; output_path writes them to a file")
     convert_unneeded(keys, draft)
-
-
-def import_file(path: Path, overrides: Sequence[str] = ()) -> tuple[Draft, ForeignKeys]:
-    return import_torchtune(path.read_text("utf-8"), str(path), overrides)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tunekit.errors import UserError
@@ -77,8 +78,7 @@ def convert_dataset(value: Any, path: str, context: DataContext) -> Tree:
 
 def finish_dataset(keys: ForeignKeys, data: Tree, context: DataContext) -> None:
     """Keys of all builders: the source, and what has no counterpart."""
-    default_source = data.pop("default_source", None)
-    data.update(read_source(keys, default_source, context.draft))
+    data.update(read_source(keys, data.pop("default_source", None), context.draft))
     if (transform := keys.take("filter_fn")) is not None:
         context.draft.drop(
             keys.dotted("filter_fn"), transform, "filter rows with data.transforms, or a custom transform"
@@ -90,18 +90,20 @@ def finish_dataset(keys: ForeignKeys, data: Tree, context: DataContext) -> None:
 
 
 def read_source(keys: ForeignKeys, default: str | None, draft: Draft) -> Tree:
-    """`source` and `split` from the arguments of datasets.load_dataset."""
-    source, files = keys.take("source", default=default), keys.take("data_files")
+    """`source` and `split` from the arguments of datasets.load_dataset. `default` may name a subset: NAME:SUBSET."""
+    default_source, _, default_subset = (default or "").partition(":")
+    source, files = keys.take("source", default=default_source), keys.take("data_files")
     subset, directory = keys.take("name", "subset"), keys.take("data_dir")
     split = str(keys.take("split", default="train"))
     keys.take("trust_remote_code", "streaming")
-    if source is None:
+    if not source:
         raise UserError(f"{keys.path}: missing source. Set it to a file or a dataset name.")
     if isinstance(files, list) and len(files) > 1:
         draft.differs(keys.dotted("data_files"), files, "source is a pattern, which may match other files too")
     name, split = local_sources(str(source), files, directory, split)
     if name is None:
-        name = join_source(str(source), subset)
+        is_local = Path(str(source)).exists()
+        name = join_source(str(source), subset or (default_subset if not is_local else None))
         if directory is not None:
             draft.drop(
                 keys.dotted("data_dir"), directory, "a directory of a Hub dataset: use hf://datasets/NAME/DIRECTORY"
@@ -204,9 +206,7 @@ def text(source: str | None, name: str = "text") -> Callable[[ForeignKeys, DataC
         set_columns(data, text=keys.take("column", default=name))
         if not keys.flag("add_eos", default=True):
             context.draft.differs(keys.dotted("add_eos"), False, "each text ends with the EOS token here")
-        subset = keys.take("subset")
-        default = join_source(source.partition(":")[0], subset) if source and subset else source
-        return {**data, "default_source": default}
+        return {**data, "default_source": source}
 
     return convert
 

@@ -94,10 +94,9 @@ def convert_preference_loss(keys: ForeignKeys, draft: Draft, header: Header) -> 
     kind = kinds.get(name, "dpo")
     draft.set("loss.kind", kind)
     beta_name = {"hinge": "gamma", "ipo": "tau"}.get(kind, "beta")
-    if (beta := loss.number(beta_name)) is not None:
-        draft.set("loss.beta", beta)
-    if kind == "simpo" and (gamma := loss.number("gamma")) is not None:
-        draft.set("loss.simpo_gamma", gamma)
+    draft.set("loss.beta", loss.number(beta_name, default=2.0 if kind == "simpo" else 0.1))
+    if kind == "simpo":
+        draft.set("loss.simpo_gamma", loss.number("gamma", default=0.5))
     if kind in ("dpo", "simpo") and (smoothing := loss.number("label_smoothing", default=0)):
         draft.set("loss.label_smoothing", smoothing)
     reference = keys.section("ref_checkpointer")
@@ -177,10 +176,9 @@ def convert_ppo(keys: ForeignKeys, draft: Draft, header: Header) -> None:
 def convert_ppo_loss(keys: ForeignKeys, draft: Draft) -> None:
     loss = keys.section("loss")
     loss.take(COMPONENT)
-    pairs = (("epsilon", "cliprange"), ("value_clip_range", "cliprange_value"), ("value_coeff", "vf_coef"))
-    for name, key in pairs:
-        if (value := loss.number(name)) is not None:
-            draft.set(f"loss.{key}", value)
+    draft.set("loss.cliprange", loss.number("epsilon", default=0.1))
+    draft.set("loss.cliprange_value", loss.number("value_clip_range", default=0.2))
+    draft.set("loss.vf_coef", loss.number("value_coeff", default=0.1))
     for name, key in (("kl_coeff", "kl_coef"), ("gamma", "gamma"), ("lmbda", "lam")):
         if (value := keys.number(name)) is not None:
             draft.set(f"loss.{key}", float(value))
@@ -229,8 +227,7 @@ def convert_grpo(keys: ForeignKeys, draft: Draft, num_devices: int) -> None:
     ):
         draft.drop("loss._component_", name, "grpo is used")
     for option, key in (("kl_coeff", "beta"), ("epsilon", "epsilon")):
-        if (value := loss.number(option)) is not None:
-            draft.set(f"loss.{key}", float(value))
+        draft.set(f"loss.{key}", float(loss.number(option, default=0.1)))
     convert_sampling(keys, draft)
     note = "rewards are those of GSM8K: the number and the format of the answer"
     for name in ("reward_functions", "reward_fn"):
@@ -244,8 +241,9 @@ def convert_prompt_data(value: Any, draft: Draft, length: int, chat_template: st
     keys = ForeignKeys(value if isinstance(value, Mapping) else {}, "dataset")
     builder = str(keys.take(COMPONENT, default="")).rpartition(".")[2]
     if builder == "gsm8k_dataset":
-        keys.take("partition")
-        data: dict[str, Any] = {"source": "openai/gsm8k:main", "columns": {"prompt": "question"}}
+        if (part := keys.take("partition")) is not None:
+            draft.differs("dataset.partition", part, "all rows of the split are used; set data.split to a slice")
+        data: dict[str, Any] = {**read_source(keys, "openai/gsm8k:main", draft), "columns": {"prompt": "question"}}
         draft.differs("dataset", builder, "questions of GSM8K as user messages; set data.system_prompt to ask for tags")
     else:
         column = keys.take("column", default="prompt")

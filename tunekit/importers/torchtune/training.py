@@ -96,7 +96,7 @@ def convert_optimizer(keys: ForeignKeys, draft: Draft) -> None:
             draft.set("optimizer.eps", eps)
     elif momentum := optimizer.number("momentum"):
         draft.set("optimizer.momentum", momentum)
-    default_decay = 0.0 if last in ("SGD", "Adam") else 0.01
+    default_decay = 0.01 if "AdamW" in last or kind is None else 0.1 if last == "Muon" else 0.0
     if decay := optimizer.number("weight_decay", default=default_decay):
         draft.set("optimizer.weight_decay", decay, "Not applied to norms and biases, unlike there")
     for argument in (
