@@ -27,9 +27,22 @@ def convert_distribution(keys: ForeignKeys, draft: Draft) -> None:
             draft.set(f"parallel.{key}", int(size))
     convert_fsdp(keys, draft)
     convert_deepspeed(keys, draft)
-    accelerator = keys.take("accelerator_config", "parallelism_config")
-    if accelerator is not None:
+    convert_degrees(keys, draft)
+    if keys.take("accelerator_config") is not None:
         draft.unneeded("accelerator_config", "", SHARDED)
+
+
+def convert_degrees(keys: ForeignKeys, draft: Draft) -> None:
+    """`parallelism_config` of accelerate."""
+    section = keys.section("parallelism_config")
+    for name, key in (("tp_size", "tp"), ("cp_size", "cp"), ("sp_size", "cp"), ("ep_size", "ep")):
+        if (degree := section.number(name, default=1)) > 1:
+            draft.set(f"parallel.{key}", int(degree))
+    for name, key in (("dp_shard_size", "dp_shard"), ("dp_replicate_size", "dp_replicate")):
+        if (size := section.number(name)) is not None and size > 0:
+            draft.set(f"parallel.{key}", int(size))
+    if (value := keys.take("parallelism_config")) is not None:
+        draft.drop("parallelism_config", value, "must be a mapping with tp_size, cp_size, dp_shard_size or others")
 
 
 def convert_fsdp(keys: ForeignKeys, draft: Draft) -> None:
@@ -45,8 +58,7 @@ def convert_fsdp(keys: ForeignKeys, draft: Draft) -> None:
         draft.unneeded("fsdp", words, SHARDED)
     if "offload" in words or options.get("offload_params") is True:
         draft.set("parallel.cpu_offload", True)
-    if "grad_op" in words or options.get("reshard_after_forward") is False:
-        draft.set("parallel.reshard_after_forward", False)
+    convert_sharding(f"{words} {options.get('sharding_strategy')} {options.get('reshard_after_forward')}", draft)
     if options.get("activation_checkpointing") is True:
         draft.set("memory.activation_checkpointing", "full")
     known = {"offload_params", "reshard_after_forward", "activation_checkpointing", "cpu_ram_efficient_loading",
@@ -56,6 +68,20 @@ def convert_fsdp(keys: ForeignKeys, draft: Draft) -> None:
              "limit_all_gathers", "cpu_offload_pin_memory", "xla", "backward_prefetch_policy"}  # fmt: skip
     for name in options.keys() - known:
         draft.drop(f"fsdp_config.{name}", options[name], "no option of sharding here")
+
+
+def convert_sharding(strategies: str, draft: Draft) -> None:
+    """Sharding strategies by name or number, of any of the keys that have one."""
+    names = strategies.lower().split()
+    if any(name in names for name in ("shard_grad_op", "hybrid_shard_zero2", "2", "5", "false")):
+        draft.set("parallel.reshard_after_forward", False)
+    if any(name in names for name in ("hybrid_shard", "hybrid_shard_zero2", "4", "5")):
+        draft.differs(
+            "fsdp", "hybrid_shard", "weights are sharded over all nodes: set parallel.dp_replicate to their number"
+        )
+    if any(name in names for name in ("no_shard", "3")):
+        draft.set("parallel.dp_replicate", None, "Each device has all weights")
+        draft.set("parallel.dp_shard", 1)
 
 
 def convert_deepspeed(keys: ForeignKeys, draft: Draft) -> None:

@@ -40,6 +40,7 @@ TRACKER_KEYS = {  # trackers, and the keys that select them
     "trackio": ("use_trackio", "trackio_project_name"),
     "comet": ("use_comet", "comet_project_name"),
 }
+TRACKER_ALIASES = {"comet_ml": "comet"}
 TRACKER_OPTIONS = ("use_wandb", "use_tensorboard", "use_comet", "use_trackio", "use_mlflow", "wandb_mode",
                    "wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "logging_dir")  # fmt: skip
 UNTRACKED = "trackers are tensorboard, wandb, mlflow, trackio and comet"
@@ -294,15 +295,14 @@ def to_interval(steps: Any) -> int | float:
 
 def convert_trackers(keys: ForeignKeys, draft: Draft) -> None:
     """`report_to` with the keys of each tracker."""
-    names = [name.lower() for name in keys.texts("report_to")]
-    names += [name for name, signs in TRACKER_KEYS.items() if name not in names and any(map(keys.peek, signs))]
+    names = [TRACKER_ALIASES.get(name.lower(), name.lower()) for name in keys.texts("report_to")]
+    names += [name for name, options in TRACKER_KEYS.items() if any(map(keys.peek, options))]
     if keys.peek("wandb_mode") == "disabled" or keys.peek("use_wandb") is False:
         names = [name for name in names if name != "wandb"]
     run_name, trackers = keys.take("run_name"), []
     for name in dict.fromkeys(names):
-        alias = {"comet_ml": "comet"}.get(name, name)
-        if alias in TRACKER_KEYS:
-            trackers.append(make_tracker(alias, keys, run_name))
+        if name in TRACKER_KEYS:
+            trackers.append(make_tracker(name, keys, run_name))
         elif name not in ("none", "null"):
             draft.drop("report_to", name, UNTRACKED)
     for key in TRACKER_OPTIONS:

@@ -10,6 +10,7 @@ from tunekit.importers.held_out import hold_out, to_fraction
 from tunekit.importers.join_datasets import join_datasets
 from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, convert_quantization, report_idle_adapter
 from tunekit.importers.training_arguments import Defaults, convert_arguments
+from tunekit.importers.trl.losses import convert_cpo
 from tunekit.importers.trl.policy import convert_policy, round_batch
 
 ADAPTER = AdapterKeys(default_alpha=16.0, dora="peft_use_dora", rslora="peft_use_rslora")
@@ -108,6 +109,10 @@ def convert_weights(keys: ForeignKeys, draft: Draft) -> None:
         draft.idle(keys, "has no effect without an adapter", "load_in_4bit", "load_in_8bit", "lora_model_dir")
         if adapter not in (None, ""):
             draft.drop("adapter", adapter, "adapters are lora and dora; all weights are trained instead")
+    is_mixed = any(keys.peek(name) for name in ("deepspeed", "fsdp", "fsdp_config", "fp16", "float16"))
+    if draft.get("adapter") is None and not is_mixed and keys.peek("bf16") is not False:
+        comment = "axolotl loads the model in bf16, and trains these weights; with DeepSpeed and FSDP, it keeps fp32"
+        draft.set("precision.master_dtype", "bf16", comment)
     convert_quantization(keys, draft)
     if draft.get("quantization") == "nf4":
         draft.set("quantization", {"kind": "nf4", "double_quant": True})
@@ -217,22 +222,23 @@ def convert_loss(keys: ForeignKeys, draft: Draft, rl: str | None) -> None:
 
 
 def convert_preference_loss(keys: ForeignKeys, draft: Draft, rl: str, beta: Any) -> None:
+    if rl == "simpo":  # CPOTrainer of TRL, with its defaults
+        keys.values |= {"loss_type": "simpo"} | ({} if beta is None else {"beta": beta})
+        convert_cpo(keys, draft)
+        return
     names = keys.texts("dpo_loss_type") if rl == "dpo" else []
-    weights = keys.take("dpo_loss_weights") if names else None
-    kind = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}[rl]
+    weights = keys.numbers("dpo_loss_weights") if names else []
+    kind = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo"}[rl]
     strength = keys.number("orpo_alpha", default=beta) if rl == "orpo" else beta
-    default = 2.0 if rl == "simpo" else 0.1
-    loss: Tree = {"kind": kind, "beta": float(default if strength is None else strength)}
-    if rl == "simpo":
-        loss["simpo_gamma"] = float(keys.number("simpo_gamma", default=0.5))
+    loss: Tree = {"kind": kind, "beta": float(0.1 if strength is None else strength)}
     for name, key in (("kto_desirable_weight", "desirable_weight"), ("kto_undesirable_weight", "undesirable_weight")):
         if rl == "kto" and (value := keys.number(name)) is not None:
             loss[key] = float(value)
     if rl == "dpo" and (smoothing := keys.number("dpo_label_smoothing")):
         loss["label_smoothing"] = float(smoothing)
     losses: list[Tree] = [{**loss, "kind": name} if name != "sft" else {"kind": name} for name in names] or [loss]
-    for part, weight in zip(losses, weights if isinstance(weights, list) else [], strict=False):
-        part["weight"] = float(weight)
+    for part, weight in zip(losses, weights, strict=False):
+        part["weight"] = weight
     if rl == "dpo" and (extra := keys.number("rpo_alpha")):
         losses.append({"kind": "sft", "weight": float(extra)})
     draft.set("loss", losses[0] if len(losses) == 1 else losses)

@@ -81,7 +81,9 @@ def shared_keys(keys: ForeignKeys, draft: Draft, task: str) -> Tree:
     length = (
         keys.take("max_length", "max_seq_length", default=1024) if "max_length" not in keys else keys.take("max_length")
     )
-    shared: Tree = {"max_length": int(length)} if length is not None else {"max_length": 8192}
+    shared: Tree = {"max_length": int(length) if length is not None else 8192}
+    if length is None:
+        draft.comments["data.max_length"] = "max_length is null there: rows have no limit"
     if keys.flag("packing"):
         shared["packing"] = True
     if keys.flag("streaming", "dataset_streaming"):

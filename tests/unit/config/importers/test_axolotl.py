@@ -138,7 +138,7 @@ def test_messages_with_other_keys_are_rewritten(import_text: Import) -> None:
         ("rl: dpo\nrl_beta: 0.2", "preference", {"kind": "sigmoid", "beta": 0.2}),
         ("rl: ipo", "preference", {"kind": "ipo", "beta": 0.1}),
         ("rl: orpo\norpo_alpha: 0.3", "preference", {"kind": "orpo", "beta": 0.3}),
-        ("rl: simpo\nsimpo_gamma: 1.0", "preference", {"kind": "simpo", "beta": 2.0, "simpo_gamma": 1.0}),
+        ("rl: simpo\nsimpo_gamma: 1.0", "preference", {"kind": "simpo", "beta": 0.1, "simpo_gamma": 1.0}),
         ("reward_model: true", "reward", "bradley_terry"),
         ("rl: grpo\ntrl: {num_generations: 4, reward_funcs: [r.f]}", "grpo", {"kind": "dapo", "beta": 0.0}),
     ],

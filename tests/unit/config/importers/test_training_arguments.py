@@ -69,3 +69,35 @@ def test_models_are_evaluated_as_often_as_in_the_original(
     assert draft.get("eval_every") == expected
     assert (draft.get("eval_data") is None) == (expected is None)
     assert trainer == "trl" or draft.get("data.split") == "train[:90%]"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"parallelism_config": {"tp_size": 2, "cp_size": 4, "dp_shard_size": 8}}, {"tp": 2, "cp": 4, "dp_shard": 8}),
+        ({"parallelism_config": {"dp_replicate_size": 2, "tp_size": 1}}, {"dp_replicate": 2}),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"reshard_after_forward": False}),
+        ({"fsdp_config": {"fsdp_sharding_strategy": 2}}, {"reshard_after_forward": False}),
+        ({"fsdp": "shard_grad_op auto_wrap"}, {"reshard_after_forward": False}),
+        ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"reshard_after_forward": True}}, None),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, {"dp_replicate": None, "dp_shard": 1}),
+    ],
+)  # fmt: skip
+def test_degrees_and_sharding(keys: dict[str, Any], expected: Any, import_keys: Any) -> None:
+    assert import_keys("trl", **keys).draft.get("parallel") == expected
+
+
+def test_trackers_are_written_once(import_keys: Any) -> None:
+    draft = import_keys("trl", report_to="comet_ml", comet_project_name="p").draft
+    assert draft.get("report_to") == [{"kind": "comet", "project": "p"}]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, "bf16"), ({"bf16": "auto"}, "bf16"), ({"adapter": "lora"}, None), ({"bf16": False}, None),
+        ({"fp16": True}, None), ({"deepspeed": "zero2.json"}, None), ({"fsdp_config": {"fsdp_version": 2}}, None),
+    ],
+)  # fmt: skip
+def test_weights_are_bf16_in_full_fine_tuning_of_axolotl(keys: Any, expected: str | None, import_keys: Any) -> None:
+    assert import_keys("axolotl", **keys).draft.get("precision.master_dtype") == expected
