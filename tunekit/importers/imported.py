@@ -1,6 +1,6 @@
 """Import a config file or a command line of another trainer: the trainer by its keys, and the result."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ TRL_KEYS = {
     "datasets",
     "learning_rate",
     "per_device_train_batch_size",
-    "trl_task",
 }
 LLAMA_FACTORY_KEYS = {"stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target", "export_dir"}
 CONVERTERS: dict[str, Callable[..., tuple[Draft, ForeignKeys]]] = {
@@ -42,6 +41,13 @@ CONVERTERS: dict[str, Callable[..., tuple[Draft, ForeignKeys]]] = {
     "trl": lambda values, task, num_devices, path: import_trl(values, task, num_devices),
 }
 VALUE_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
+TRACKER_VARIABLES = {  # keys of variables that trackers read
+    "WANDB_PROJECT": "wandb_project", "WANDB_ENTITY": "wandb_entity", "WANDB_NAME": "wandb_name",
+    "WANDB_MODE": "wandb_mode", "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment_name",
+    "MLFLOW_TRACKING_URI": "mlflow_tracking_uri", "COMET_PROJECT_NAME": "comet_project_name",
+    "COMET_WORKSPACE": "comet_workspace",
+}  # fmt: skip
+VARIABLE = "not needed: an environment variable; set it for tune run too, if it is not one of the launcher"
 LAUNCHED = "not needed: tune run --nproc-per-node N starts the processes, which shard the model with FSDP2"
 
 
@@ -110,10 +116,7 @@ def import_file(
     values = parse_mapping(text, str(path))
     trainer = trainer or detect_trainer(values, str(path))
     if trainer == "torchtune":
-        try:
-            draft, keys = import_torchtune(text, str(path), overrides, None, num_devices)
-        except VALUE_ERRORS as error:
-            raise UserError(f"{path}: a value has an unexpected type ({error}). Correct it.") from error
+        draft, keys = convert_torchtune(text, str(path), overrides, None, num_devices)
     else:
         apply_overrides(values, overrides)
         draft, keys = convert(trainer, values, None, num_devices, path)
@@ -131,6 +134,16 @@ def convert(
         raise UserError(
             f"{where}: a value has an unexpected type ({error}). Check the config with its trainer."
         ) from error
+
+
+def convert_torchtune(
+    text: str, name: str, overrides: Sequence[str], recipe: str | None, num_devices: int | None
+) -> tuple[Draft, ForeignKeys]:
+    """Convert the text of a config of torchtune. `name` is its file, for messages."""
+    try:
+        return import_torchtune(text, name, overrides, recipe, num_devices)
+    except VALUE_ERRORS as error:
+        raise UserError(f"{name}: a value has an unexpected type ({error}). Correct it.") from error
 
 
 def finish(draft: Draft, keys: ForeignKeys, trainer: str, origin: str, keys_of_recipe: KeysOfRecipe) -> Imported:
@@ -169,7 +182,9 @@ def import_file_command(
     launcher = {name.removeprefix("--"): value for name, value in command.launcher_options.items()}
     launcher |= {name: options.pop(name) for name in (*LAUNCHER_OPTIONS, "launcher", "cloud") if name in options}
     values |= {name.removeprefix("no_"): False if name.startswith("no_") else value for name, value in options.items()}
+    variables = read_variables(command.environment, values)
     draft, keys = convert(trainer, values, None, num_devices or command.num_devices, path)
+    report_variables(variables, draft)
     for name, value in launcher.items():
         draft.unneeded(name, value, LAUNCHED)
     return finish(draft, keys, trainer, shorten([command.program, *command.arguments]), keys_of_recipe)
@@ -196,10 +211,30 @@ def import_trl_command(command: LaunchCommand, num_devices: int | None, keys_of_
     known = task if task in TASKS or program == "trl" else next((name for name in TASKS if task.startswith(name)), None)
     if known is None and not TRL_KEYS & values.keys():
         raise UserError(f"{command.program}: not the program of a trainer that can be imported.")
+    variables = read_variables(command.environment, values)
     draft, keys = convert("trl", values, known, devices, None)
+    report_variables(variables, draft)
     for name, value in launcher.items():
         draft.unneeded(name, value, LAUNCHED)
     return finish(draft, keys, "trl", shorten([command.program, *command.arguments]), keys_of_recipe)
+
+
+def read_variables(environment: Mapping[str, str], values: dict[str, Any]) -> list[str]:
+    """Add the keys of variables of trackers that a config uses, in place. Returns the other variables."""
+    trackers = f"{values.get('report_to')} {'wandb' if values.get('use_wandb') or values.get('wandb_project') else ''}"
+    others = []
+    for name, value in environment.items():
+        if name in TRACKER_VARIABLES and (name.partition("_")[0].lower() in trackers or "all" in trackers.split()):
+            values.setdefault(TRACKER_VARIABLES[name], value)
+        else:
+            others.append(name)
+    return others
+
+
+def report_variables(names: Sequence[str], draft: Draft) -> None:
+    """Report variables without their values, which may be tokens."""
+    for name in names:
+        draft.unneeded(name, "", VARIABLE)
 
 
 def shorten(words: Sequence[str]) -> str:
@@ -214,10 +249,11 @@ def import_torchtune_command(command: LaunchCommand, num_devices: int | None, ke
     if words[:1] != ["run"] or "--config" not in words[:-1]:
         raise UserError("expected tune run RECIPE --config FILE [key=value ...]")
     place = words.index("--config")
-    recipe, _ = read_run(" ".join([*words[1:place], "--config"]))
-    devices = num_devices or read_run(" ".join([*words[1:place], "--config"]))[1]
+    recipe, devices = read_run(" ".join([*words[1:place], "--config"]))
     name, overrides = words[place + 1], words[place + 2 :]
-    return import_torchtune_run(name, overrides, recipe, devices, keys_of_recipe)
+    result = import_torchtune_run(name, overrides, recipe, num_devices or devices, keys_of_recipe)
+    report_variables([*command.environment], result.draft)
+    return result
 
 
 def import_torchtune_run(
@@ -228,7 +264,7 @@ def import_torchtune_run(
     if not path.is_file():
         hint = f"Write it to a file with torchtune (`tune cp {name} my.yaml`), or see tune run {recipe} --config {name}"
         raise UserError(f"{name}: no such file. {hint}")
-    draft, keys = import_torchtune(read_utf8(path), name, overrides, recipe, num_devices)
+    draft, keys = convert_torchtune(read_utf8(path), name, overrides, recipe, num_devices)
     return finish(draft, keys, "torchtune", name, keys_of_recipe)
 
 
@@ -239,7 +275,7 @@ def translate_torchtune_overrides(overrides: Sequence[str], keys_of_recipe: Keys
     """
     drafts = []
     for words in ((), overrides):
-        draft, keys = import_torchtune(TYPICAL_CONFIG, "torchtune", words, "lora_finetune_single_device")
+        draft, keys = convert_torchtune(TYPICAL_CONFIG, "overrides", words, "lora_finetune_single_device", None)
         finish(draft, keys, "torchtune", "torchtune", keys_of_recipe)
         drafts.append(draft)
     before, after = (dict(flatten("", draft.tree)) for draft in drafts)

@@ -14,6 +14,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.S)
 DEVICE_COUNTS = ("--num_processes", "--num_gpus", "--nproc_per_node", "--nproc")
 NODE_COUNTS = ("--nnodes", "--num_nodes", "--num_machines")
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+PREFIXES = (("uv", "run"), ("poetry", "run"), ("nohup",), ("env",), ("srun",), ("sudo",))
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
@@ -33,11 +34,10 @@ def parse_command(words: Sequence[str]) -> LaunchCommand:
     words = shlex.split(words[0]) if len(words) == 1 else [*words]
     words = [word for word in words if word not in ("\\", "\\\n", "")]
     environment: dict[str, str] = {}
-    while words and ASSIGNMENT.fullmatch(words[0]):
-        name, _, environment[name] = words.pop(0).partition("=")
-    for prefix in (("uv", "run"), ("poetry", "run"), ("nohup",), ("env",), ("srun",), ("sudo",)):
-        if tuple(words[: len(prefix)]) == prefix:
-            words = words[len(prefix) :]
+    while words and (ASSIGNMENT.fullmatch(words[0]) or find_prefix(words)):
+        if ASSIGNMENT.fullmatch(words[0]):
+            name, _, environment[name] = words.pop(0).partition("=")
+        words = words[len(find_prefix(words)) :]
     if not words:
         raise UserError("missing command after --. Usage: tune import -- trl sft --model_name_or_path ...")
     command = split_launcher(words)
@@ -46,6 +46,11 @@ def parse_command(words: Sequence[str]) -> LaunchCommand:
     if visible is not None and command.num_devices is None and command.program.startswith("llamafactory"):
         command.num_devices = len([part for part in visible.split(",") if part.strip()])
     return command
+
+
+def find_prefix(words: Sequence[str]) -> tuple[str, ...]:
+    """Words in front of a command that do not change it, such as `uv run`; empty if there are none."""
+    return next((prefix for prefix in PREFIXES if tuple(words[: len(prefix)]) == prefix), ())
 
 
 def split_launcher(words: list[str]) -> LaunchCommand:

@@ -245,17 +245,10 @@ def convert_loss(keys: ForeignKeys, draft: Draft, stage: str) -> None:
 
 def convert_preference(keys: ForeignKeys, draft: Draft, beta: float) -> None:
     name = str(keys.take("pref_loss", "dpo_loss", default="sigmoid"))
-    kinds = {
-        "sigmoid": "sigmoid",
-        "hinge": "hinge",
-        "ipo": "ipo",
-        "orpo": "orpo",
-        "simpo": "simpo",
-        "kto_pair": "sigmoid",
-    }
-    if name not in kinds or name == "kto_pair":
+    kinds = ("sigmoid", "hinge", "ipo", "orpo", "simpo")
+    if name not in kinds:
         draft.drop("pref_loss", name, "this loss is not available: sigmoid")
-    loss: Tree = {"kind": kinds.get(name, "sigmoid"), "beta": beta}
+    loss: Tree = {"kind": name if name in kinds else "sigmoid", "beta": beta}
     if (smoothing := keys.number("dpo_label_smoothing")) and loss["kind"] == "sigmoid":
         loss["label_smoothing"] = float(smoothing)
     gamma = keys.number("simpo_gamma", default=0.5)

@@ -5,13 +5,13 @@ from typing import Any
 from tunekit.importers.draft import Draft
 from tunekit.importers.foreign_keys import ForeignKeys
 
-SMOOTHED = ("dpo", "sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired", "cpo", "orpo", "simpo")
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
 DPO_LOSSES = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
 )  # fmt: skip
 KTO_LOSSES = ("kto", "apo_zero_unpaired", "bco")
-RENAMED = {"aot_pair": "aot", "simpo": "simpo", "kto_pair": "sigmoid", "dpo": "sigmoid"}
+RENAMED = {"aot_pair": "aot", "dpo": "sigmoid"}
 DIVERGENCES = {"FDivergenceType.REVERSE_KL": "reverse_kl", "reverse_kl": "reverse_kl", "forward_kl": "forward_kl",
                "js_divergence": "js_divergence", "alpha_divergence": "alpha_divergence"}  # fmt: skip
 

@@ -265,3 +265,79 @@ def test_published_configs_train(name: str, published: Path, tiny_model: Path, t
 def test_builders_of_qwen_name_their_models(builder: str, name: str) -> None:
     for prefix in ("", "lora_"):
         assert hub_name(f"torchtune.models.qwen.{prefix}{builder}") == f"Qwen/{name}"
+
+
+@pytest.mark.parametrize(
+    ("builder", "options", "source"),
+    [
+        ("wikitext_dataset", {}, "EleutherAI/wikitext_document_level:wikitext-103-v1"),
+        ("wikitext_dataset", {"subset": "small"}, "EleutherAI/wikitext_document_level:small"),
+        ("wikitext_dataset", {"source": "o/w", "subset": "small"}, "o/w:small"),
+        ("wikitext_dataset", {"source": "o/w"}, "o/w:wikitext-103-v1"),
+        ("text_completion_dataset", {"source": "o/w", "name": "small"}, "o/w:small"),
+        ("cnn_dailymail_articles_dataset", {"source": "o/c"}, "o/c:3.0.0"),
+        ("cnn_dailymail_articles_dataset", {"source": "json", "data_files": "rows.jsonl"}, "rows.jsonl"),
+        ("gsm8k_sft", {"name": "main"}, "openai/gsm8k:main"),
+        ("alpaca_dataset", {}, "tatsu-lab/alpaca"),
+    ],
+)
+def test_subsets_of_sources(builder: str, options: dict, source: str, import_text: Import) -> None:
+    config = yaml.safe_load(LORA) | {"dataset": {"_component_": f"torchtune.datasets.{builder}", **options}}
+    assert import_text(yaml.safe_dump(config)).draft.get("data.source") == source
+
+
+METHODS = """
+model: {_component_: torchtune.models.llama3_2.llama3_2_1b}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/m}
+reward_checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/r}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("loss: {_component_: torchtune.rlhf.loss.PPOLoss}\ndataset: {source: o/r}",
+         {"loss.cliprange": 0.1, "loss.cliprange_value": 0.2, "loss.vf_coef": 0.1}),
+        ("loss: {_component_: torchtune.dev.rl.loss.GRPOSimpleLoss}\n"
+         "dataset: {_component_: torchtune.dev.rl.gsm8k.gsm8k_dataset, split: test}",
+         {"loss.beta": 0.1, "loss.epsilon": 0.1, "data.source": "openai/gsm8k:main", "data.split": "test"}),
+        ("loss: {_component_: torchtune.rlhf.loss.SimPOLoss}\n"
+         "dataset: {_component_: torchtune.datasets.preference_dataset, source: o/r}",
+         {"loss.beta": 2.0, "loss.simpo_gamma": 0.5}),
+        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n"
+         "dataset: {_component_: torchtune.datasets.preference_dataset, source: o/r}", {"loss.beta": 0.1}),
+    ],
+)  # fmt: skip
+def test_losses_have_the_defaults_of_torchtune(text: str, expected: dict, import_text: Import) -> None:
+    result = import_text(METHODS + text)
+    assert {key: result.draft.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "decay"),
+    [
+        ("torch.optim.AdamW", 0.01), ("torch.optim.Adam", None), ("torch.optim.SGD", None),
+        ("bitsandbytes.optim.AdamW8bit", 0.01), ("bitsandbytes.optim.PagedAdamW", 0.01),
+        ("bitsandbytes.optim.Adam8bit", None), ("bitsandbytes.optim.PagedAdam8bit", None),
+        ("bitsandbytes.optim.PagedAdam", None), ("torch.optim.Muon", 0.1),
+    ],
+)  # fmt: skip
+def test_optimizers_have_their_weight_decay(optimizer: str, decay: float | None, import_text: Import) -> None:
+    config = yaml.safe_load(LORA) | {"optimizer": {"_component_": optimizer, "lr": 1e-4}}
+    assert import_text(yaml.safe_dump(config)).draft.get("optimizer.weight_decay") == decay
+
+
+def test_values_of_an_unexpected_type_are_errors_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(LORA.replace("packed: False", "column_map: x"))
+    keys = recipe_loader.keys_of_recipe
+    command = ["tune", "run", "lora_finetune_single_device", "--config", str(path)]
+    for run in (
+        lambda: imported.import_file(path, (), None, None, keys),
+        lambda: imported.import_command(command, None, keys),
+        lambda: imported.import_torchtune_run(str(path), (), None, None, keys),
+        lambda: imported.translate_torchtune_overrides(["dataset.column_map=x"], keys),
+    ):
+        with pytest.raises(UserError, match="unexpected type"):
+            run()

@@ -169,3 +169,26 @@ def test_fractions_are_weights_of_a_mixture() -> None:
 def test_weights_belong_to_their_rewards(functions: list[str], weights: Any, expected: list[Any]) -> None:
     draft, _ = import_trl({**BASE, "reward_funcs": functions, "reward_weights": weights}, "grpo")
     assert [(reward["kind"], reward["weight"]) for reward in draft.get("rewards")] == expected
+
+
+def test_rows_without_a_limit_have_a_comment() -> None:
+    draft, _ = import_trl({**BASE, "max_length": None}, "sft")
+    assert "data.max_length" in draft.comments
+
+
+def test_losses_without_a_counterpart_are_reported() -> None:
+    for name in ("kto_pair", "simpo"):
+        draft, _ = import_trl({**BASE, "loss_type": name}, "dpo")
+        assert draft.get("loss.kind") == "sigmoid" and "loss_type" in {finding.key for finding in draft.findings}
+
+
+def test_variables_of_a_command_name_the_project() -> None:
+    command = "trl sft --model_name_or_path o/m --dataset_name o/r --report_to wandb"
+    result = import_command(f"CUDA_VISIBLE_DEVICES=0 env WANDB_PROJECT=p WANDB_API_KEY=secret {command}")
+    assert result.draft.get("report_to") == [{"kind": "wandb", "project": "p"}]
+    reported = {finding.key: finding.value for finding in result.draft.findings}
+    assert {"CUDA_VISIBLE_DEVICES": "", "WANDB_API_KEY": ""}.items() <= reported.items()
+    assert "secret" not in result.text
+    result = import_command(f"WANDB_PROJECT=p {command.removesuffix(' --report_to wandb')}")
+    assert result.draft.get("report_to") is None
+    assert "WANDB_PROJECT" in {finding.key for finding in result.draft.findings}
