@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 Key = str  # a dotted key, as in an override
+UNNEEDED = "-"  # key of a row whose names are not needed
 
 
 class KeyHint(NamedTuple):
@@ -14,6 +15,7 @@ class KeyHint(NamedTuple):
     key: Key
     note: str
     where: Key | None  # other key that the recipe must have
+    is_needed: bool = True  # false: the names select what is always so
 
 
 def read_rows(name: str) -> Iterator[tuple[str | None, str, str]]:
@@ -31,7 +33,8 @@ def read_hints(name: str) -> Iterator[KeyHint]:
     """Replacements for keys."""
     for where, names, replacement in read_rows(name):
         key, _, note = replacement.partition("| ")
-        yield KeyHint(names, key.strip(), note, where)
+        key, is_needed = key.strip().removeprefix(UNNEEDED), key.strip() != UNNEEDED
+        yield KeyHint(names, key, note, where, is_needed)
 
 
 POLICY_KEYS = tuple(read_hints("policy_hints.txt"))

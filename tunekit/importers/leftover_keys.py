@@ -7,23 +7,6 @@ from tunekit.config.migration_hints import KeyHint, find_hint
 from tunekit.importers.draft import Draft
 from tunekit.importers.foreign_keys import ForeignKeys
 
-# Starts of the notes of keys that have no effect here, because what they select is always or never so.
-UNNEEDED = (
-    "not needed",
-    "is not needed",
-    "is always",
-    "always ",
-    "has no effect",
-    "the same command resumes",
-    "is an option of",
-)
-UNNEEDED += (
-    "answers are always",
-    "weights are always",
-    "all answers are in",
-    "the token comes from",
-    "one process prints",
-)
 UNKNOWN = "unknown key: not in the tables of this importer"
 
 
@@ -49,8 +32,7 @@ def report_rest(keys: ForeignKeys, draft: Draft, own_keys: Collection[str]) -> N
 def report_hint(draft: Draft, dotted: str, value: Any, row: KeyHint) -> None:
     """Map a key that is only renamed, and report what the table says of any other one."""
     if not row.key:
-        is_unneeded = row.note.startswith(UNNEEDED)
-        (draft.unneeded if is_unneeded or value is False else draft.drop)(dotted, value, row.note)
+        (draft.drop if row.is_needed and value is not False else draft.unneeded)(dotted, value, row.note)
     elif value is False:
         draft.unneeded(dotted, value, "off, as here by default")
     elif not row.note and draft.get(row.key) is None:
