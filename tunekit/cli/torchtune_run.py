@@ -18,8 +18,8 @@ IMPORTED = "# Imported from "  # start of the files that may be overwritten
 def translate(args: argparse.Namespace) -> None:
     """Replace recipe and config of torchtune by their counterparts, and print their names.
 
-    A config file is imported to a file in the current directory. For a config of torchtune's package, the nearest one
-    of tunekit is used. Other commands are unchanged.
+    A config file is imported to a file in the current directory. For a config of torchtune's package, its
+    counterpart of tunekit is used. Other commands are unchanged.
     """
     config = args.config or next((word for word in args.overrides[:1] if "=" not in word), None)
     if config is None or is_own(args.recipe, config):
@@ -59,15 +59,15 @@ def import_config(args: argparse.Namespace, config: str, overrides: list[str]) -
 
 
 def find_packaged(config: str, overrides: list[str]) -> tuple[str, str, list[str]]:
-    """The nearest config of tunekit, and overrides with its keys."""
-    nearest = packaged.find_nearest(config, registry.list_configs())
+    """The counterpart of a config of torchtune's package, and overrides with its keys."""
+    counterpart = packaged.find_counterpart(config, registry.list_configs())
     words, draft = imported.translate_torchtune_overrides(overrides, recipe_loader.keys_of_recipe)
-    added = [*nearest.overrides, *words]
-    command = shlex.join(["tune", "run", nearest.recipe, nearest.config, *added])
+    added = [*counterpart.overrides, *words]
+    command = shlex.join(["tune", "run", counterpart.recipe, counterpart.config, *added])
     print_message(f"{config}: a config of torchtune's package. The data and options here are those of: {command}")
     if text := format_findings(draft.findings):
         print_message(text)
-    return nearest.recipe, nearest.config, added
+    return counterpart.recipe, counterpart.config, added
 
 
 def print_message(text: str) -> None:

@@ -29,7 +29,7 @@ def convert_distribution(keys: ForeignKeys, draft: Draft) -> None:
     convert_deepspeed(keys, draft)
     convert_degrees(keys, draft)
     if keys.take("accelerator_config") is not None:
-        draft.unneeded("accelerator_config", "", SHARDED)
+        draft.report_unneeded("accelerator_config", "", SHARDED)
 
 
 def convert_degrees(keys: ForeignKeys, draft: Draft) -> None:
@@ -55,7 +55,7 @@ def convert_fsdp(keys: ForeignKeys, draft: Draft) -> None:
     options = {name.removeprefix("fsdp_"): value for name, value in config.values.items()}
     config.values.clear()
     if keys.take("fsdp_version") or options or words not in ("", "False"):
-        draft.unneeded("fsdp", words, SHARDED)
+        draft.report_unneeded("fsdp", words, SHARDED)
     if "offload" in words or options.get("offload_params") is True:
         draft.set("parallel.cpu_offload", True)
     convert_sharding(f"{words} {options.get('sharding_strategy')} {options.get('reshard_after_forward')}", draft)
@@ -89,7 +89,7 @@ def convert_deepspeed(keys: ForeignKeys, draft: Draft) -> None:
     value = keys.take("deepspeed")
     if value is None or value is False:
         return
-    draft.unneeded("deepspeed", value if isinstance(value, str) else "", SHARDED)
+    draft.report_unneeded("deepspeed", value if isinstance(value, str) else "", SHARDED)
     config: Any = value
     if isinstance(value, str):
         config = read_file(value)

@@ -79,25 +79,25 @@ class Draft:
         """Report a key that is mapped, with another meaning or value."""
         self.findings.append(Finding("differs", key, value, note))
 
-    def unneeded(self, key: str, value: Any, note: str) -> None:
+    def report_unneeded(self, key: str, value: Any, note: str) -> None:
         """Report a key without an effect here."""
         self.findings.append(Finding("not needed", key, value, note))
 
-    def idle(self, keys: ForeignKeys, note: str, *names: str) -> None:
+    def report_unneeded_keys(self, keys: ForeignKeys, note: str, *names: str) -> None:
         """Read keys that have no effect in this config, and report those that are set."""
         for name in names:
             if name in keys and (value := keys.take(name)) not in (None, False, ""):
-                self.unneeded(keys.dotted(name), value, note)
+                self.report_unneeded(keys.dotted(name), value, note)
 
     def format(self, heading: str) -> str:
         """The config as YAML, with comments. `heading` says where it is from."""
         lines = [f"# {to_single_line(heading)}"]
         if dropped := [finding for finding in self.findings if finding.effect == "not mapped"]:
             lines += ["# Not mapped:", *(f"#   {finding}" for finding in dropped)]
-        tree = {"recipe": self.recipe, **in_order(self.tree, ORDER)}
-        return "\n".join([*lines, *self.lines(tree, "", "")]) + "\n"
+        tree = {"recipe": self.recipe, **sort_keys(self.tree, ORDER)}
+        return "\n".join([*lines, *self.format_lines(tree, "", "")]) + "\n"
 
-    def lines(self, tree: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
+    def format_lines(self, tree: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
         """Lines of a section, with the comments of its keys."""
         for key, value in tree.items():
             dotted = f"{path}.{key}" if path else key
@@ -106,18 +106,18 @@ class Draft:
             has_comments = any(name.startswith(f"{dotted}.") for name in self.comments)
             if isinstance(value, dict) and value and (has_comments or is_long(value)):
                 yield f"{indent}{to_flow_key(key)}:"
-                yield from self.lines(in_order(value, SECTION_ORDER), dotted, indent + "  ")
+                yield from self.format_lines(sort_keys(value, SECTION_ORDER), dotted, indent + "  ")
             elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
                 yield f"{indent}{to_flow_key(key)}:"
                 for item in value:
-                    first, *rest = self.lines(in_order(item, SECTION_ORDER), f"{dotted}[]", "")
+                    first, *rest = self.format_lines(sort_keys(item, SECTION_ORDER), f"{dotted}[]", "")
                     yield f"{indent}- {first}"
                     yield from (f"{indent}  {line}" for line in rest)
             else:
                 yield f"{indent}{to_flow_key(key)}: {to_flow(value)}"
 
 
-def in_order(section: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+def sort_keys(section: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
     """A section with the keys of `order` first, and those of `LAST` last."""
     first = [key for key in order if key in section]
     last = [key for key in LAST if key in section]

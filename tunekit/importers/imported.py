@@ -186,7 +186,7 @@ def import_file_command(
     draft, keys = convert(trainer, values, None, num_devices or command.num_devices, path)
     report_variables(variables, draft)
     for name, value in launcher.items():
-        draft.unneeded(name, value, LAUNCHED)
+        draft.report_unneeded(name, value, LAUNCHED)
     return finish(draft, keys, trainer, shorten([command.program, *command.arguments]), keys_of_recipe)
 
 
@@ -215,7 +215,7 @@ def import_trl_command(command: LaunchCommand, num_devices: int | None, keys_of_
     draft, keys = convert("trl", values, known, devices, None)
     report_variables(variables, draft)
     for name, value in launcher.items():
-        draft.unneeded(name, value, LAUNCHED)
+        draft.report_unneeded(name, value, LAUNCHED)
     return finish(draft, keys, "trl", shorten([command.program, *command.arguments]), keys_of_recipe)
 
 
@@ -234,7 +234,7 @@ def read_variables(environment: Mapping[str, str], values: dict[str, Any]) -> li
 def report_variables(names: Sequence[str], draft: Draft) -> None:
     """Report variables without their values, which may be tokens."""
     for name in names:
-        draft.unneeded(name, "", VARIABLE)
+        draft.report_unneeded(name, "", VARIABLE)
 
 
 def shorten(words: Sequence[str]) -> str:

@@ -4,9 +4,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunekit.importers.draft import Draft, Tree
+from tunekit.importers.foreign_keys import ForeignKeys
 
 SHARED_DEFAULTS = {"max_length": None, "packing": False, "shuffle": True}  # equal for all datasets of a mixture
 WITHOUT_TEMPLATE = ("text", "completion", "segments", "stepwise")  # kinds without a chat template
+
+
+def read_shared_keys(keys: ForeignKeys, max_length: int, packing: bool, streaming: bool, shuffle: bool) -> Tree:
+    """Keys of all datasets: the given ones that are not defaults, variables of templates, and processes."""
+    shared: Tree = {"max_length": max_length}
+    shared |= {"packing": True} if packing else {}
+    shared |= {"streaming": True} if streaming else {}
+    shared |= {} if shuffle else {"shuffle": False}
+    if (values := keys.take("chat_template_kwargs")) is not None:
+        shared["chat_template_kwargs"] = values
+    if (count := keys.number("dataset_num_proc", "dataset_processes", "preprocessing_num_workers")) is not None:
+        shared["num_proc"] = int(count)
+    return shared
 
 
 def join_datasets(

@@ -125,11 +125,11 @@ def report(draft: Draft, spec: ForeignKeys, arguments: list[str]) -> None:
         if "=" not in word:
             draft.drop("spec.trainer.args", word, "expected key=value")
         elif WORKSPACE in word or word in SOURCES:
-            draft.unneeded(
+            draft.report_unneeded(
                 "spec.trainer.args", word, "not needed: a path in the pod; the source is that of the initializer"
             )
     for dotted, value in spec.rest():
         if dotted == "spec.trainer.command":
             draft.drop(dotted, value, "a command replaces the builtin trainer: pass it to tune import -- COMMAND")
         else:
-            draft.unneeded(dotted, "" if isinstance(value, Mapping | list) else value, CLUSTER)
+            draft.report_unneeded(dotted, "" if isinstance(value, Mapping | list) else value, CLUSTER)

@@ -16,7 +16,7 @@ def report_rest(keys: ForeignKeys, draft: Draft, own_keys: Collection[str]) -> N
         name = dotted.rpartition(".")[2]
         row = find_hint(tuple(dotted.split(".")), own_keys)
         if value is None or value in ("", [], {}):
-            draft.unneeded(dotted, value, "has no value")
+            draft.report_unneeded(dotted, value, "has no value")
         elif row is not None:
             report_hint(draft, dotted, value, row)
         elif dotted in own_keys and draft.get(dotted) is None:
@@ -32,9 +32,9 @@ def report_rest(keys: ForeignKeys, draft: Draft, own_keys: Collection[str]) -> N
 def report_hint(draft: Draft, dotted: str, value: Any, row: KeyHint) -> None:
     """Map a key that is only renamed, and report what the table says of any other one."""
     if not row.key:
-        (draft.drop if row.is_needed and value is not False else draft.unneeded)(dotted, value, row.note)
+        (draft.drop if row.is_needed and value is not False else draft.report_unneeded)(dotted, value, row.note)
     elif value is False:
-        draft.unneeded(dotted, value, "off, as here by default")
+        draft.report_unneeded(dotted, value, "off, as here by default")
     elif not row.note and draft.get(row.key) is None:
         draft.set(row.key, value)
     else:

@@ -105,24 +105,33 @@ def convert_quantization(keys: ForeignKeys, draft: Draft) -> None:
     four, eight = keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
     if not four:
         note = "has no effect without load_in_4bit"
-        draft.idle(keys, note, "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_use_double_quant")
+        draft.report_unneeded_keys(
+            keys, note, "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_use_double_quant"
+        )
     kind = str(keys.take("bnb_4bit_quant_type", "quantization_type", default="nf4")).lower()
     nested = keys.take("use_bnb_nested_quant", "bnb_4bit_use_double_quant")
     for name in ("bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"):
         if (value := keys.take(name)) is not None:
-            draft.unneeded(
+            draft.report_unneeded(
                 name, value, "not needed: weights are stored as bytes, and computed with in precision.compute_dtype"
             )
-    if four:
-        draft.set("quantization", kind if kind in ("nf4", "fp4") else "nf4")
-        if nested is True:
-            draft.set("quantization.double_quant", True)
-    elif eight:
+    if four or eight:
+        set_quantization(draft, 4 if four else 8, kind, nested is True)
+
+
+def set_quantization(draft: Draft, bits: int, kind: str, double_quant: bool) -> None:
+    """Weights in nf4 or fp4, or in 8 bits. `double_quant` quantizes the block scales of 4 bits too."""
+    if bits > 4:
         draft.set("quantization", "float8", "8 bits; bitsandbytes stores int8")
+        return
+    kind = kind if kind in ("nf4", "fp4") else "nf4"
+    draft.set("quantization", {"kind": kind, "double_quant": True} if double_quant else kind)
+    if bits < 4:
+        draft.differs("quantization_bit", bits, "4 bits")
 
 
-def report_idle_adapter(keys: ForeignKeys, draft: Draft, names: AdapterKeys) -> None:
+def report_unneeded_adapter(keys: ForeignKeys, draft: Draft, names: AdapterKeys) -> None:
     """Report keys of LoRA in a config that trains all weights."""
     options = (names.rank, "lora_alpha", "lora_dropout", names.targets, names.saved, names.dora, names.rslora)
     options += ("lora_target_linear", "lora_fan_in_fan_out", "lora_target_parameters", *DETAILS)
-    draft.idle(keys, "has no effect without an adapter", *options)
+    draft.report_unneeded_keys(keys, "has no effect without an adapter", *options)

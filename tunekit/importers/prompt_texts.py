@@ -32,7 +32,7 @@ def escape(text: str) -> str:
     return re.sub(r"\{[{%#]", lambda match: f'{{{{ "{match[0]}" }}}}', text)
 
 
-def either(condition: str, with_column: str, without: str) -> str:
+def branch_on(condition: str, with_column: str, without: str) -> str:
     """Template that depends on whether a column has a text."""
     if with_column == without:
         return without
@@ -59,3 +59,11 @@ def message(role: str, name: str, before: str = "", after: str = "") -> str:
     parts += [name, *([json.dumps(after, ensure_ascii=False)] if after else [])]
     content = f"({' ~ '.join(parts)}) | tojson" if len(parts) > 1 else f"{name} | tojson"
     return f'[{{"role": "{role}", "content": {{{{ {content} }}}}}}]'
+
+
+def render_messages(expression: str, role_key: str, content_key: str, roles: Mapping[str, str]) -> str:
+    """Template of messages with other keys or roles as role and content, in JSON. `roles`: theirs to ours."""
+    pairs = ", ".join(f'"{source}": "{target}"' for source, target in roles.items())
+    role = f'{{{pairs}}}[message["{role_key}"]]'
+    item = f'{{"role": {{{{ {role} | tojson }}}}, "content": {{{{ message["{content_key}"] | tojson }}}}}}'
+    return f"[{{% for message in {expression} %}}{item}{{% if not loop.last %}}, {{% endif %}}{{% endfor %}}]"

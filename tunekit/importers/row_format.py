@@ -8,7 +8,7 @@ from tunekit.data.readers.row_reader import Row
 from tunekit.errors import UserError
 
 
-def first_row(source: str, split: str = "train") -> dict[str, Any]:
+def read_first_row(source: str, split: str = "train") -> dict[str, Any]:
     """Columns of the first row; empty if the source is not on this machine or cannot be read."""
     if not source.startswith("tunekit/") and not Path(source).exists() and not any(char in source for char in "*?"):
         return {}

@@ -100,10 +100,10 @@ def convert_batches(keys: ForeignKeys, draft: Draft, defaults: Defaults, num_dev
         draft.launch += ["--nproc-per-node", str(num_devices)]
     for name in ("per_device_eval_batch_size", "eval_batch_size"):
         if (value := keys.take(name)) is not None:
-            draft.unneeded(name, value, "not needed: micro_batch_size, also of evaluation")
+            draft.report_unneeded(name, value, "not needed: micro_batch_size, also of evaluation")
     epochs, max_steps = keys.number("num_train_epochs", "num_epochs", default=defaults.epochs), keys.number("max_steps")
     if epochs != int(epochs):
-        draft.differs("num_train_epochs", epochs, "rounded up to whole passes; set max_steps for a part of one")
+        draft.differs("num_train_epochs", epochs, "rounded up; set max_steps for a part of an epoch")
     draft.set("epochs", max(1, -int(-epochs // 1)))
     if max_steps is not None and max_steps > 0:
         draft.set("max_steps", int(max_steps))
@@ -160,7 +160,7 @@ def convert_schedule(keys: ForeignKeys, draft: Draft, defaults: Defaults) -> Non
     if (steps or ratio) and name != "constant":
         draft.set("lr_scheduler.warmup_steps", int(steps) if steps >= 1 else float(steps or ratio))
     elif steps or ratio:
-        draft.unneeded("warmup_steps", steps or ratio, "has no effect with a constant schedule")
+        draft.report_unneeded("warmup_steps", steps or ratio, "has no effect with a constant schedule")
     convert_schedule_arguments(dict(arguments or {}), keys, draft)
 
 
@@ -209,7 +209,7 @@ def convert_precision(keys: ForeignKeys, draft: Draft) -> None:
     if keys.peek("tf32") is True and draft.get("precision.compute_dtype") == "fp32":
         keys.take("tf32")
         draft.set("precision.compute_dtype", "tf32")
-    draft.idle(keys, "has no effect with bf16 or fp16", "tf32")
+    draft.report_unneeded_keys(keys, "has no effect with bf16 or fp16", "tf32")
 
 
 def convert_memory(keys: ForeignKeys, draft: Draft, defaults: Defaults) -> None:
@@ -254,13 +254,13 @@ def convert_evaluation(keys: ForeignKeys, draft: Draft, logging_steps: float, de
     steps = keys.number("eval_steps")
     if strategy == "no" and draft.get("eval_data") is not None and draft.get("eval_every") is None:
         draft.tree.pop("eval_data")
-        draft.unneeded("eval_strategy", strategy, "the rows for evaluation have no effect without it")
+        draft.report_unneeded("eval_strategy", strategy, "the rows for evaluation have no effect without it")
     if draft.get("eval_data") is not None and draft.get("eval_every") is None:
         by_steps = to_interval(steps) if steps else logging_steps
         is_epoch = strategy == "epoch" and not (steps and defaults.eval_strategy == "epoch")
         draft.set("eval_every", "epoch" if is_epoch else by_steps)
     elif draft.get("eval_data") is None and steps is not None:
-        draft.unneeded("eval_steps", steps, "not needed: there are no rows for evaluation")
+        draft.report_unneeded("eval_steps", steps, "not needed: there are no rows for evaluation")
     convert_best_model(keys, draft)
 
 
@@ -271,7 +271,7 @@ def convert_best_model(keys: ForeignKeys, draft: Draft) -> None:
         draft.drop("load_best_model_at_end" if best else "early_stopping_patience", best or patience, "needs eval_data")
     if draft.get("eval_data") is None or not (best or patience):
         note = "has no effect without load_best_model_at_end and rows for evaluation"
-        draft.idle(keys, note, "metric_for_best_model", "greater_is_better")
+        draft.report_unneeded_keys(keys, note, "metric_for_best_model", "greater_is_better")
         return
     metric, greater = keys.take("metric_for_best_model"), keys.take("greater_is_better")
     if best:
@@ -307,11 +307,11 @@ def convert_trackers(keys: ForeignKeys, draft: Draft) -> None:
             draft.drop("report_to", name, UNTRACKED)
     for key in TRACKER_OPTIONS:
         if (value := keys.take(key)) not in (None, False, "") and not any(item["kind"] in key for item in trackers):
-            draft.unneeded(key, value, "has no effect without this tracker")
+            draft.report_unneeded(key, value, "has no effect without this tracker")
     if trackers:
         draft.set("report_to", trackers)
     elif run_name is not None:
-        draft.unneeded("run_name", run_name, "names a run of a tracker, and there is none")
+        draft.report_unneeded("run_name", run_name, "names a run of a tracker, and there is none")
 
 
 def make_tracker(name: str, keys: ForeignKeys, run_name: Any) -> dict[str, Any]:
@@ -342,8 +342,8 @@ def convert_hub(keys: ForeignKeys, draft: Draft, defaults: Defaults) -> None:
     if repo is None or not pushes:
         names = ("hub_private_repo", "hub_revision", "hub_strategy")
         if repo is not None:
-            draft.unneeded("hub_model_id", repo, "has no effect without push_to_hub")
-        draft.idle(keys, "has no effect without push_to_hub", *names)
+            draft.report_unneeded("hub_model_id", repo, "has no effect without push_to_hub")
+        draft.report_unneeded_keys(keys, "has no effect without push_to_hub", *names)
         return
     private = keys.flag("hub_private_repo", default=defaults.pushes_named_repo)
     revision, strategy = keys.take("hub_revision"), keys.take("hub_strategy")

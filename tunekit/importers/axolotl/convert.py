@@ -3,12 +3,12 @@
 from typing import Any
 
 from tunekit.errors import UserError
-from tunekit.importers.axolotl.data import RowContext, convert_dataset, read_template
+from tunekit.importers.axolotl.data import AxolotlContext, convert_dataset, read_template
 from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
 from tunekit.importers.held_out import hold_out, to_fraction
-from tunekit.importers.join_datasets import join_datasets
-from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, convert_quantization, report_idle_adapter
+from tunekit.importers.join_datasets import join_datasets, read_shared_keys
+from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, convert_quantization, report_unneeded_adapter
 from tunekit.importers.training_arguments import Defaults, convert_arguments
 from tunekit.importers.trl.losses import convert_cpo
 from tunekit.importers.trl.policy import convert_policy, round_batch
@@ -105,8 +105,10 @@ def convert_weights(keys: ForeignKeys, draft: Draft) -> None:
         if (path := keys.take("lora_model_dir")) is not None:
             draft.set("adapter.adapter_path", str(path))
     else:
-        report_idle_adapter(keys, draft, ADAPTER)
-        draft.idle(keys, "has no effect without an adapter", "load_in_4bit", "load_in_8bit", "lora_model_dir")
+        report_unneeded_adapter(keys, draft, ADAPTER)
+        draft.report_unneeded_keys(
+            keys, "has no effect without an adapter", "load_in_4bit", "load_in_8bit", "lora_model_dir"
+        )
         if adapter not in (None, ""):
             draft.drop("adapter", adapter, "adapters are lora and dora; all weights are trained instead")
     is_mixed = any(keys.peek(name) for name in ("deepspeed", "fsdp", "fsdp_config", "fp16", "float16"))
@@ -121,7 +123,7 @@ def convert_weights(keys: ForeignKeys, draft: Draft) -> None:
 def convert_rows(keys: ForeignKeys, draft: Draft, rl: str | None) -> None:
     """`data` and `eval_data`."""
     template = read_template(keys, draft)
-    context = RowContext(draft, rl, template, keys.flag("train_on_inputs"))
+    context = AxolotlContext(draft, rl, template, keys.flag("train_on_inputs"))
     stream, rows = keys.take("pretraining_dataset"), keys.take("datasets")
     is_stream = stream is not None
     entries = stream if is_stream else rows
@@ -132,9 +134,9 @@ def convert_rows(keys: ForeignKeys, draft: Draft, rl: str | None) -> None:
         converted = [convert_prompts(entry, f"datasets[{i}]", draft) for i, entry in enumerate(entries)]
     else:
         prefix = "pretraining_dataset" if is_stream else "datasets"
-        entries = [with_type(entry, "completion") if is_stream else entry for entry in entries]
+        entries = [set_type(entry, "completion") if is_stream else entry for entry in entries]
         converted = [convert_dataset(entry, f"{prefix}[{i}]", context) for i, entry in enumerate(entries)]
-    shared = shared_keys(keys, draft, rl, is_stream)
+    shared = read_shared(keys, draft, rl, is_stream)
     draft.set("data", join_rows("data", converted, shared, draft))
     held_out, tests = keys.number("val_set_size", default=0), keys.take("test_datasets")
     if tests:
@@ -146,7 +148,7 @@ def convert_rows(keys: ForeignKeys, draft: Draft, rl: str | None) -> None:
         hold_out(draft, "val_set_size", held_out)
 
 
-def with_type(entry: Any, kind: str) -> Any:
+def set_type(entry: Any, kind: str) -> Any:
     """A dataset for pretraining: texts."""
     entry = entry if isinstance(entry, dict) else {"path": entry}
     return {**entry, "type": kind}
@@ -157,33 +159,25 @@ def convert_prompts(entry: Any, path: str, draft: Draft) -> Tree:
     keys = ForeignKeys(entry if isinstance(entry, dict) else {"path": entry}, path)
     if (kind := keys.take("type")) is not None:
         draft.drop(keys.dotted("type"), kind, "a Python function: write it as a transform, and pass --import FILE.py")
-    return convert_dataset({**keys.values, "type": "chat_template"}, path, RowContext(draft, None, None, False)) | {
+    return convert_dataset({**keys.values, "type": "chat_template"}, path, AxolotlContext(draft, None, None, False)) | {
         "kind": "prompt"
     }
 
 
-def shared_keys(keys: ForeignKeys, draft: Draft, rl: str | None, is_stream: bool) -> Tree:
+def read_shared(keys: ForeignKeys, draft: Draft, rl: str | None, is_stream: bool) -> Tree:
     """Length, packing and order of all datasets."""
-    length = keys.number("sequence_len", "max_packed_sequence_len", default=512)
-    shared: Tree = {"max_length": int(length)}
+    length = int(keys.number("sequence_len", "max_packed_sequence_len", default=512))
+    packs = keys.flag("sample_packing", "pretrain_multipack_attn") or is_stream
+    if (value := keys.take("eval_sample_packing")) not in (None, packs):
+        draft.differs("eval_sample_packing", value, "rows of evaluation are packed as those of training")
+    streams = keys.flag("streaming") or is_stream
+    in_order = keys.take("shuffle_merged_datasets") is False or keys.flag("curriculum_sampling")
+    shared = read_shared_keys(keys, length, packs, streams, not in_order)
     excess = keys.take("excess_length_strategy", default="drop")
     if excess == "raise":
         draft.differs("excess_length_strategy", excess, "longer rows are dropped, and counted")
     if not is_stream and rl not in ("grpo", "gdpo"):
         shared["excess_length_strategy"] = "truncate" if excess == "truncate" else "drop"
-    packs = keys.flag("sample_packing", "pretrain_multipack_attn") or is_stream
-    if packs:
-        shared["packing"] = True
-    if (value := keys.take("eval_sample_packing")) not in (None, packs):
-        draft.differs("eval_sample_packing", value, "rows of evaluation are packed as those of training")
-    if keys.flag("streaming") or is_stream:
-        shared["streaming"] = True
-    if keys.take("shuffle_merged_datasets") is False or keys.flag("curriculum_sampling"):
-        shared["shuffle"] = False
-    if (values := keys.take("chat_template_kwargs")) is not None:
-        shared["chat_template_kwargs"] = values
-    if (count := keys.number("dataset_num_proc", "dataset_processes")) is not None:
-        shared["num_proc"] = int(count)
     return shared
 
 
@@ -202,7 +196,9 @@ def convert_loss(keys: ForeignKeys, draft: Draft, rl: str | None) -> None:
     if rl in ("grpo", "gdpo"):
         section = keys.section("trl")
         if (server := keys.take("vllm")) is not None:
-            draft.unneeded("vllm", server, "not needed: the trainer generates, or a server that runs already (engine)")
+            draft.report_unneeded(
+                "vllm", server, "not needed: the trainer generates, or a server that runs already (engine)"
+            )
         section.values.setdefault("beta", 0.0 if beta is None else beta)
         convert_policy(section, draft, "grpo")
         return
@@ -214,11 +210,12 @@ def convert_loss(keys: ForeignKeys, draft: Draft, rl: str | None) -> None:
         draft.set("loss", "process_reward")
     elif rl is not None:
         convert_preference_loss(keys, draft, rl, beta)
-    draft.idle(keys, "has no effect with this method", "dpo_label_smoothing", "dpo_loss_type", "dpo_loss_weights",
-               "orpo_alpha", "simpo_gamma", "cpo_alpha", "kto_desirable_weight", "kto_undesirable_weight", "num_labels",
-               "precompute_ref_log_probs", "rpo_alpha", "vllm", "center_rewards_coefficient")  # fmt: skip
+    names = ("dpo_label_smoothing", "dpo_loss_type", "dpo_loss_weights", "orpo_alpha", "simpo_gamma", "cpo_alpha",
+             "kto_desirable_weight", "kto_undesirable_weight", "num_labels", "precompute_ref_log_probs", "rpo_alpha",
+             "vllm", "center_rewards_coefficient")  # fmt: skip
+    draft.report_unneeded_keys(keys, "has no effect with this method", *names)
     if beta is not None and rl is None:
-        draft.unneeded("rl_beta", beta, "has no effect without rl")
+        draft.report_unneeded("rl_beta", beta, "has no effect without rl")
 
 
 def convert_preference_loss(keys: ForeignKeys, draft: Draft, rl: str, beta: Any) -> None:
@@ -255,19 +252,23 @@ def convert_tokens(keys: ForeignKeys, draft: Draft) -> None:
         if draft.get(section) is not None:
             draft.set(f"{section}.eos_token", str(eos))
     if eos is not None and kind not in ("text", "completion"):
-        draft.unneeded("special_tokens.eos_token", eos, "not needed: the chat template ends turns with its own token")
-    draft.idle(special, "not needed: the files of the checkpoint define it", "pad_token", "bos_token", "unk_token")
+        draft.report_unneeded(
+            "special_tokens.eos_token", eos, "not needed: the chat template ends turns with its own token"
+        )
+    draft.report_unneeded_keys(
+        special, "not needed: the files of the checkpoint define it", "pad_token", "bos_token", "unk_token"
+    )
     if added := special.texts("additional_special_tokens"):
         draft.set("new_special_tokens", added)
     if isinstance(keys.peek("tokens"), dict):
-        draft.unneeded("tokens", "", "not needed: the files of the checkpoint define it")
+        draft.report_unneeded("tokens", "", "not needed: the files of the checkpoint define it")
         keys.take("tokens")
     if added := keys.texts("tokens"):
         draft.set("new_tokens", added)
     if keys.section("added_tokens_overrides").values:
         draft.drop("added_tokens_overrides", "", "unused tokens cannot be renamed; add tokens with new_special_tokens")
     if (ends := keys.take("eot_tokens")) is not None:
-        draft.unneeded(
+        draft.report_unneeded(
             "eot_tokens", ends, "not needed: turns end with the token of the chat template, which is a target"
         )
 
@@ -279,7 +280,7 @@ def convert_intervals(keys: ForeignKeys, draft: Draft) -> None:
         if draft.get("eval_data") is not None and evals:
             draft.set("eval_every", to_fraction(evals, epochs), f"{evals} per epoch")
         else:
-            draft.unneeded("evals_per_epoch", evals, "has no effect without rows for evaluation")
+            draft.report_unneeded("evals_per_epoch", evals, "has no effect without rows for evaluation")
     saves = keys.number("saves_per_epoch")
     if saves and draft.get("data.streaming"):
         draft.differs("saves_per_epoch", saves, "streamed rows have no epochs: a state every 500 steps")
@@ -292,6 +293,6 @@ def convert_plugins(keys: ForeignKeys, draft: Draft) -> None:
     for plugin in keys.texts("plugins"):
         known = next((note for name, note in PLUGINS.items() if f".{name}." in plugin), None)
         if known:
-            draft.unneeded("plugins", plugin, known)
+            draft.report_unneeded("plugins", plugin, known)
         else:
             draft.drop("plugins", plugin, "this plugin has no counterpart")

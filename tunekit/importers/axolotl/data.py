@@ -10,6 +10,7 @@ from tunekit.importers.axolotl import pairs, prompts
 from tunekit.importers.columns import set_columns
 from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
+from tunekit.importers.prompt_texts import render_messages
 from tunekit.importers.sources import join_source, local_sources
 
 ROLES = {
@@ -28,7 +29,7 @@ SHARE = {"role": "from", "content": "value"}
 
 
 @dataclass
-class RowContext:
+class AxolotlContext:
     """Options that all datasets share."""
 
     draft: Draft
@@ -56,14 +57,18 @@ def read_template(keys: ForeignKeys, draft: Draft) -> str | None:
     return TEMPLATES.get(name)
 
 
-def convert_dataset(value: Any, path: str, context: RowContext) -> Tree:
+def convert_dataset(value: Any, path: str, context: AxolotlContext) -> Tree:
     """One dataset."""
     keys = ForeignKeys(value if isinstance(value, Mapping) else {"path": value}, path)
     kind = keys.take("type")
     template = read_template(keys, context.draft) or context.chat_template
     if isinstance(kind, Mapping):
         is_pair = context.rl is not None
-        data = pairs.user_defined(dict(kind), context.rl or "") if is_pair else prompts.user_defined(dict(kind))
+        data = (
+            pairs.convert_user_defined(dict(kind), context.rl or "")
+            if is_pair
+            else prompts.convert_user_defined(dict(kind))
+        )
         if context.train_on_inputs and not is_pair:
             data["train_on"] = "all"
     elif context.rl is not None:
@@ -77,7 +82,7 @@ def convert_dataset(value: Any, path: str, context: RowContext) -> Tree:
     return data
 
 
-def convert_type(kind: str, keys: ForeignKeys, template: str | None, context: RowContext) -> Tree:
+def convert_type(kind: str, keys: ForeignKeys, template: str | None, context: AxolotlContext) -> Tree:
     """Rows of supervised fine-tuning, by the name of a type."""
     base, _, style = kind.partition(":")
     if base.startswith(("chat_template", "sharegpt", "messages.chat", "llama2_chat", "pygmalion")):
@@ -90,7 +95,7 @@ def convert_type(kind: str, keys: ForeignKeys, template: str | None, context: Ro
     if base == "input_output":
         return {"kind": "segments"}
     if base == "alpaca":
-        data = prompts.alpaca(style or "instruct")
+        data = prompts.convert_alpaca(style or "instruct")
     elif base in prompts.TYPES:
         data = {**prompts.TYPES[base]}
     if data is None:
@@ -99,7 +104,7 @@ def convert_type(kind: str, keys: ForeignKeys, template: str | None, context: Ro
     return data | ({"train_on": "all"} if context.train_on_inputs else {})
 
 
-def convert_chat(kind: str, keys: ForeignKeys, template: str | None, context: RowContext) -> Tree:
+def convert_chat(kind: str, keys: ForeignKeys, template: str | None, context: AxolotlContext) -> Tree:
     """Conversations."""
     draft = context.draft
     is_sharegpt = kind.startswith(("sharegpt", "llama2_chat", "pygmalion"))
@@ -117,7 +122,8 @@ def convert_chat(kind: str, keys: ForeignKeys, template: str | None, context: Ro
         data = {"kind": "chat"}
         set_columns(data, messages=name)
         if own_roles or fields != {"role": "role", "content": "content"}:
-            data["transforms"] = [rewrite_messages(name, fields, {**ROLES, **roles})]
+            template_text = render_messages(name, fields["role"], fields["content"], {**ROLES, **roles})
+            data["transforms"] = [{"kind": "render_columns", "columns": {name: template_text}}]
     if template is not None:
         data["chat_template"] = template
     trained = convert_targets(keys, context)
@@ -131,7 +137,7 @@ def convert_chat(kind: str, keys: ForeignKeys, template: str | None, context: Ro
     return {**data, **trained}
 
 
-def convert_targets(keys: ForeignKeys, context: RowContext) -> Tree:
+def convert_targets(keys: ForeignKeys, context: AxolotlContext) -> Tree:
     """`train_on` of conversations."""
     draft, roles = context.draft, keys.texts("roles_to_train")
     for name in ("train_on_eos", "train_on_eot"):
@@ -152,18 +158,6 @@ def convert_targets(keys: ForeignKeys, context: RowContext) -> Tree:
     return {} if named in ([], ["assistant"]) else {"train_on": named}
 
 
-def rewrite_messages(name: str, fields: Mapping[str, Any], roles: Mapping[str, str]) -> Tree:
-    """Transform that writes messages with other keys or roles as role and content, in JSON."""
-    pairs_text = ", ".join(f'"{source}": "{target}"' for source, target in roles.items())
-    role = f'{{{pairs_text}}}[message["{fields["role"]}"]]'
-    item = f'{{"role": {{{{ {role} | tojson }}}}, "content": {{{{ message["{fields["content"]}"] | tojson }}}}}}'
-    comma = "{% if not loop.last %}, {% endif %}"
-    return {
-        "kind": "render_columns",
-        "columns": {name: f"[{{% for message in {name} %}}{item}{comma}{{% endfor %}}]"},
-    }
-
-
 def read_source(keys: ForeignKeys, draft: Draft) -> Tree:
     """`source` and `split` of a dataset."""
     path, files, subset = keys.take("path"), keys.take("data_files"), keys.take("name")
@@ -175,6 +169,6 @@ def read_source(keys: ForeignKeys, draft: Draft) -> Tree:
     name, split = local_sources(str(path), files, None, split)
     source = name or join_source(str(path), subset, revision)
     if kind is not None:
-        draft.unneeded(keys.dotted("ds_type"), kind, "not needed: the suffix of a file says its type")
+        draft.report_unneeded(keys.dotted("ds_type"), kind, "not needed: the suffix of a file says its type")
     is_split = split not in ("train", "")
     return {"source": source} | ({"split": split} if is_split else {})

@@ -29,9 +29,9 @@ def convert_pairs(kind: str, keys: ForeignKeys, rl: str, template: str | None, d
     messages = keys.take("field_messages")
     data = {"kind": "unpaired_preference" if rl == "kto" else "preference"}
     if base in FORMATS:
-        return formatted(data, FORMATS[base], strategy or "default")
+        return convert_format(data, FORMATS[base], strategy or "default")
     if base == "chat_template" and rl == "reward":
-        return messages_of(data, {"prompt": "input", "chosen": chosen, "rejected": rejected}, template)
+        return render_as_messages(data, {"prompt": "input", "chosen": chosen, "rejected": rejected}, template)
     if base in ("chat_template", "", "passthrough"):
         if rl == "kto":
             set_columns(data, prompt=str(keys.take("field_prompt", default="prompt")))
@@ -56,7 +56,7 @@ def report_mappings(keys: ForeignKeys, draft: Draft) -> None:
         draft.differs(keys.dotted("roles"), roles, "messages have the roles user, assistant, system and tool here")
 
 
-def formatted(data: Tree, template: str, strategy: str) -> Tree:
+def convert_format(data: Tree, template: str, strategy: str) -> Tree:
     """Texts in a chat format: they become messages, which a chat template renders."""
     if strategy.startswith("argilla_chat"):
         if data["kind"] == "unpaired_preference":
@@ -64,13 +64,13 @@ def formatted(data: Tree, template: str, strategy: str) -> Tree:
         return {**data, "chat_template": template}
     column = PROMPTS.get(strategy, "prompt")
     if data["kind"] == "unpaired_preference":
-        return messages_of(data, {"prompt": column, "completion": "completion"}, template)
+        return render_as_messages(data, {"prompt": column, "completion": "completion"}, template)
     if strategy == "ultra":
         return {**data, "chat_template": template}
-    return messages_of(data, {"prompt": column, "chosen": "chosen", "rejected": "rejected"}, template)
+    return render_as_messages(data, {"prompt": column, "chosen": "chosen", "rejected": "rejected"}, template)
 
 
-def messages_of(data: Tree, columns: dict[str, str], template: str | None) -> Tree:
+def render_as_messages(data: Tree, columns: dict[str, str], template: str | None) -> Tree:
     """Rows of texts as messages. Their column `system` is the system message."""
     set_columns(data, **columns)
     rendered = {name: message("user" if role == "prompt" else "assistant", name) for role, name in columns.items()}
@@ -78,7 +78,7 @@ def messages_of(data: Tree, columns: dict[str, str], template: str | None) -> Tr
     return {**data, **chat, "transforms": [{"kind": "render_columns", "columns": rendered}]}
 
 
-def user_defined(options: dict[str, Any], rl: str) -> Tree:
+def convert_user_defined(options: dict[str, Any], rl: str) -> Tree:
     """A mapping as the type: formats of the prompt and of the answers, which are plain texts."""
     is_kto = rl == "kto"
     roles = ("prompt", "completion") if is_kto else ("prompt", "chosen", "rejected")

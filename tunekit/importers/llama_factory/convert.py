@@ -8,9 +8,9 @@ from tunekit.errors import UserError
 from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
 from tunekit.importers.held_out import hold_out
-from tunekit.importers.join_datasets import join_datasets
-from tunekit.importers.llama_factory.data import RowContext, convert_datasets
-from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, report_idle_adapter
+from tunekit.importers.join_datasets import join_datasets, read_shared_keys
+from tunekit.importers.llama_factory.data import LlamaFactoryContext, convert_datasets
+from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, report_unneeded_adapter, set_quantization
 from tunekit.importers.training_arguments import Defaults, convert_arguments
 
 STAGES = {"pt": "sft", "sft": "sft", "rm": "reward", "ppo": "ppo", "dpo": "preference", "kto": "preference"}
@@ -54,7 +54,7 @@ def import_llama_factory(
     convert_profiler(keys, draft)
     for name in ("do_train", "do_eval"):
         if (value := keys.take(name)) is not None:
-            draft.unneeded(name, value, "not needed: tune run trains, and evaluates eval_data")
+            draft.report_unneeded(name, value, "not needed: tune run trains, and evaluates eval_data")
     return draft, keys
 
 
@@ -86,11 +86,12 @@ def convert_model(keys: ForeignKeys, draft: Draft) -> None:
     kind = str(keys.take("finetuning_type", default="lora"))
     if kind == "lora":
         convert_lora(keys, draft)
-        convert_quantization(keys, draft)
+        convert_quantization_bit(keys, draft)
     else:
-        report_idle_adapter(keys, draft, ADAPTER)
-        draft.idle(keys, "has no effect without an adapter", "pissa_init", "adapter_name_or_path", "quantization_bit",
-                   "quantization_method", "double_quantization", "quantization_type")  # fmt: skip
+        report_unneeded_adapter(keys, draft, ADAPTER)
+        names = ("pissa_init", "adapter_name_or_path", "quantization_bit", "quantization_method", "double_quantization",
+                 "quantization_type")  # fmt: skip
+        draft.report_unneeded_keys(keys, "has no effect without an adapter", *names)
     if kind == "freeze":
         convert_frozen(keys, draft)
     elif kind not in ("lora", "full"):
@@ -128,21 +129,16 @@ def convert_frozen(keys: ForeignKeys, draft: Draft) -> None:
         draft.drop("freeze_trainable_layers", layers, note)
 
 
-def convert_quantization(keys: ForeignKeys, draft: Draft) -> None:
+def convert_quantization_bit(keys: ForeignKeys, draft: Draft) -> None:
     if keys.peek("quantization_bit") is None:
         names = ("quantization_method", "quantization_type", "double_quantization", "quantization_bit")
-        draft.idle(keys, "has no effect without quantization_bit", *names)
+        draft.report_unneeded_keys(keys, "has no effect without quantization_bit", *names)
         return
     bits, method = keys.number("quantization_bit"), str(keys.take("quantization_method", default="bnb")).lower()
     kind, nested = str(keys.take("quantization_type", default="nf4")), keys.flag("double_quantization", default=True)
     if "bnb" not in method and "bitsandbytes" not in method:
         draft.differs("quantization_method", method, "nf4 for 4 bits, float8 for 8 bits")
-    if bits <= 4:
-        draft.set("quantization", {"kind": kind if kind in ("nf4", "fp4") else "nf4", "double_quant": nested})
-        if bits < 4:
-            draft.differs("quantization_bit", bits, "4 bits")
-    else:
-        draft.set("quantization", "float8", "8 bits; bitsandbytes stores int8")
+    set_quantization(draft, int(bits), kind, nested)
 
 
 def convert_template(keys: ForeignKeys, draft: Draft) -> Tree:
@@ -160,10 +156,10 @@ def convert_template(keys: ForeignKeys, draft: Draft) -> Tree:
     if base in UNNAMED_TEMPLATES:
         draft.differs("template", name, "texts without markers there; here, the chat template of the checkpoint")
     elif name is not None and base not in TEMPLATES:
-        draft.unneeded("template", name, "not needed: the chat template of the checkpoint")
+        draft.report_unneeded("template", name, "not needed: the chat template of the checkpoint")
     template = {"chat_template": TEMPLATES[base]} if base in TEMPLATES else {}
     if values and template:
-        draft.unneeded("enable_thinking", False, "not needed: the chat template writes no reasoning")
+        draft.report_unneeded("enable_thinking", False, "not needed: the chat template writes no reasoning")
     return template | ({"chat_template_kwargs": values} if values and not template else {})
 
 
@@ -171,15 +167,15 @@ def convert_rows(keys: ForeignKeys, draft: Draft, stage: str, path: Path | None)
     """`data` and `eval_data`."""
     targets: Tree = {}
     if stage != "sft":
-        draft.idle(keys, "has no effect in this stage", "train_on_prompt", "mask_history")
+        draft.report_unneeded_keys(keys, "has no effect in this stage", "train_on_prompt", "mask_history")
     if keys.flag("train_on_prompt"):
         targets = {"train_on": "all"}
     if keys.flag("mask_history"):
         targets = {"train_on": "last"}
     directory = str(keys.take("dataset_dir", default="data"))
     base = path.parent if path is not None else None
-    context = RowContext(draft, stage, directory, base, convert_template(keys, draft), targets)
-    names = names_of(keys.take("dataset"))
+    context = LlamaFactoryContext(draft, stage, directory, base, convert_template(keys, draft), targets)
+    names = split_names(keys.take("dataset"))
     if not names:
         raise UserError("missing dataset. Set a name of dataset_info.json.")
     rows = convert_datasets(names, context)
@@ -188,12 +184,12 @@ def convert_rows(keys: ForeignKeys, draft: Draft, stage: str, path: Path | None)
         rows = [{**row, "system_prompt": str(system)} for row in rows]
     elif system is not None:
         draft.drop("default_system", system, "add a column system to the rows")
-    shared = shared_keys(keys, stage)
+    shared = read_shared(keys, stage)
     weights, strategy = keys.numbers("interleave_probs"), str(keys.take("mix_strategy", default="concat"))
     draft.set("data", join_datasets("data", rows, shared, draft, weights))
     if strategy == "interleave_over":
         draft.differs("mix_strategy", strategy, "an epoch ends with the first dataset that has no rows left")
-    evaluated, size = names_of(keys.take("eval_dataset")), keys.number("val_size", default=0)
+    evaluated, size = split_names(keys.take("eval_dataset")), keys.number("val_size", default=0)
     if evaluated:
         rows = convert_datasets(evaluated, context)
         draft.set("eval_data", join_datasets("eval_data", rows, {**shared, "streaming": None}, draft))
@@ -201,27 +197,21 @@ def convert_rows(keys: ForeignKeys, draft: Draft, stage: str, path: Path | None)
         hold_out(draft, "val_size", size)
 
 
-def names_of(value: Any) -> list[Any]:
+def split_names(value: Any) -> list[Any]:
     """Names of datasets, separated by commas; or descriptions."""
     if isinstance(value, str):
         return [name.strip() for name in value.split(",") if name.strip()]
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def shared_keys(keys: ForeignKeys, stage: str) -> Tree:
+def read_shared(keys: ForeignKeys, stage: str) -> Tree:
     """Length, packing and order of all datasets."""
-    shared: Tree = {"max_length": int(keys.number("cutoff_len", default=2048))}
     packing = keys.take("packing")
-    if keys.flag("neat_packing") or packing is True or (stage == "pt" and packing is None):
-        shared["packing"] = True
-    if keys.flag("streaming"):
-        shared["streaming"] = True
-    if keys.flag("disable_shuffling"):
-        shared["shuffle"] = False
+    packs = keys.flag("neat_packing") or packing is True or (stage == "pt" and packing is None)
+    length, shuffle = int(keys.number("cutoff_len", default=2048)), not keys.flag("disable_shuffling")
+    shared = read_shared_keys(keys, length, packs, keys.flag("streaming"), shuffle)
     if (count := keys.number("max_samples")) is not None:
         shared["max_samples"] = int(count)
-    if (count := keys.number("preprocessing_num_workers")) is not None:
-        shared["num_proc"] = int(count)
     return shared
 
 
@@ -240,7 +230,7 @@ def convert_loss(keys: ForeignKeys, draft: Draft, stage: str) -> None:
     elif stage == "ppo":
         convert_ppo(keys, draft)
     if stage in ("pt", "sft", "rm"):
-        draft.idle(keys, "has no effect in this stage", *RLHF_KEYS)
+        draft.report_unneeded_keys(keys, "has no effect in this stage", *RLHF_KEYS)
 
 
 def convert_preference(keys: ForeignKeys, draft: Draft, beta: float) -> None:
@@ -266,7 +256,7 @@ def convert_ppo(keys: ForeignKeys, draft: Draft) -> None:
     if model is None or kind == "api":
         draft.drop("reward_model", model, "set the directory of a reward model, or a function, as rewards")
     elif kind is not None:
-        draft.unneeded("reward_model_type", kind, "not needed: the directory of an adapter is read, too")
+        draft.report_unneeded("reward_model_type", kind, "not needed: the directory of an adapter is read, too")
     if (passes := keys.number("ppo_epochs")) is not None:
         draft.set("num_ppo_epochs", int(passes))
     if (buffer := keys.number("ppo_buffer_size", default=1)) > 1:
@@ -293,7 +283,7 @@ def convert_profiler(keys: ForeignKeys, draft: Draft) -> None:
     )
     if not keys.flag("enable_torch_profiler"):
         options = ("profiler_wait_steps", "profiler_warmup_steps", "profiler_active_steps", "profiler_profile_memory")
-        draft.idle(keys, "the profiler is off", *names, *options)
+        draft.report_unneeded_keys(keys, "the profiler is off", *names, *options)
         return
     wait, warmup = keys.number("profiler_wait_steps", default=1), keys.number("profiler_warmup_steps", default=1)
     draft.set(

@@ -9,7 +9,7 @@ from typing import Any
 from tunekit.errors import UserError
 from tunekit.importers.columns import set_columns
 from tunekit.importers.draft import Draft, Tree
-from tunekit.importers.prompt_texts import column, either, message
+from tunekit.importers.prompt_texts import branch_on, column, message, render_messages
 from tunekit.importers.sources import join_source
 
 INFO = "dataset_info.json"
@@ -40,7 +40,7 @@ KNOWN: dict[str, Tree] = {
 
 
 @dataclass
-class RowContext:
+class LlamaFactoryContext:
     """Options that all datasets share."""
 
     draft: Draft
@@ -51,13 +51,13 @@ class RowContext:
     targets: Tree  # train_on
 
 
-def convert_datasets(names: list[Any], context: RowContext) -> list[Tree]:
+def convert_datasets(names: list[Any], context: LlamaFactoryContext) -> list[Tree]:
     """Datasets by their names, or by their descriptions."""
     info, directory = read_info(context)
     return [convert_named(name, info, directory, context) for name in names]
 
 
-def read_info(context: RowContext) -> tuple[dict[str, Any], Path]:
+def read_info(context: LlamaFactoryContext) -> tuple[dict[str, Any], Path]:
     """Contents and directory of dataset_info.json; empty if it is not on this machine."""
     bases = [Path(), *([context.base, *context.base.parents[:2]] if context.base is not None else [])]
     for base in bases:
@@ -70,7 +70,7 @@ def read_info(context: RowContext) -> tuple[dict[str, Any], Path]:
     return {}, Path(context.directory)
 
 
-def convert_named(name: Any, info: Mapping[str, Any], directory: Path, context: RowContext) -> Tree:
+def convert_named(name: Any, info: Mapping[str, Any], directory: Path, context: LlamaFactoryContext) -> Tree:
     """One dataset."""
     draft = context.draft
     if isinstance(name, Mapping):
@@ -115,7 +115,7 @@ def read_source(name: str, entry: Mapping[str, Any], directory: Path, draft: Dra
     return {"source": source} | ({"split": split} if split != "train" else {})
 
 
-def convert_rows(entry: Mapping[str, Any], columns: Mapping[str, str], context: RowContext) -> Tree:
+def convert_rows(entry: Mapping[str, Any], columns: Mapping[str, str], context: LlamaFactoryContext) -> Tree:
     """The format of the rows."""
     formatting = entry.get("formatting", "alpaca")
     if formatting == "alpaca":
@@ -132,7 +132,7 @@ def convert_rows(entry: Mapping[str, Any], columns: Mapping[str, str], context: 
     return data
 
 
-def convert_alpaca(names: dict[str, str], ranking: bool, context: RowContext) -> Tree:
+def convert_alpaca(names: dict[str, str], ranking: bool, context: LlamaFactoryContext) -> Tree:
     """Rows of an instruction, an input that follows it in the next line, and a response."""
     prompt, query = names.get("prompt") or names.get("query") or "instruction", names.get("query")
     if context.stage == "pt":
@@ -140,7 +140,7 @@ def convert_alpaca(names: dict[str, str], ranking: bool, context: RowContext) ->
         set_columns(data, text=prompt)
         return data
     question = (
-        either(query, f"{column(prompt)}\n{column(query)}", column(prompt)) if query and query != prompt else None
+        branch_on(query, f"{column(prompt)}\n{column(query)}", column(prompt)) if query and query != prompt else None
     )
     if ranking or context.stage in ("dpo", "rm"):
         roles = {
@@ -148,10 +148,10 @@ def convert_alpaca(names: dict[str, str], ranking: bool, context: RowContext) ->
             "chosen": names.get("chosen", "chosen"),
             "rejected": names.get("rejected", "rejected"),
         }
-        return answers("preference", roles, question, context)
+        return convert_answers("preference", roles, question, context)
     if names.get("kto_tag") or context.stage == "kto":
         roles = {"prompt": prompt, "completion": names.get("response", "output")}
-        return answers("unpaired_preference", roles, question, context) | label(names)
+        return convert_answers("unpaired_preference", roles, question, context) | make_labeled(names)
     if context.stage == "ppo":
         data = {**context.template}
         set_columns(data, prompt=prompt)
@@ -166,13 +166,13 @@ def convert_alpaca(names: dict[str, str], ranking: bool, context: RowContext) ->
     return data
 
 
-def label(names: Mapping[str, str]) -> Tree:
+def make_labeled(names: Mapping[str, str]) -> Tree:
     data: Tree = {"kind": "unpaired_preference"}
     set_columns(data, label=names.get("kto_tag") or "kto_tag")
     return data
 
 
-def answers(kind: str, roles: dict[str, str], question: str | None, context: RowContext) -> Tree:
+def convert_answers(kind: str, roles: dict[str, str], question: str | None, context: LlamaFactoryContext) -> Tree:
     """Pairs or labeled answers of texts, as messages."""
     data: Tree = {"kind": kind}
     set_columns(data, **roles)
@@ -183,7 +183,9 @@ def answers(kind: str, roles: dict[str, str], question: str | None, context: Row
     return {**data, **context.template, "transforms": transforms}
 
 
-def convert_sharegpt(columns: Mapping[str, str], tags: Mapping[str, str], ranking: bool, context: RowContext) -> Tree:
+def convert_sharegpt(
+    columns: Mapping[str, str], tags: Mapping[str, str], ranking: bool, context: LlamaFactoryContext
+) -> Tree:
     """Conversations with tags for the keys and roles of messages."""
     name = str(columns.get("messages") or "conversations")
     if ranking or context.stage in ("dpo", "rm"):
@@ -195,18 +197,18 @@ def convert_sharegpt(columns: Mapping[str, str], tags: Mapping[str, str], rankin
         data: Tree = {"kind": "preference"}
         set_columns(data, **roles)
         answer = f'[{{"role": "assistant", "content": {{{{ NAME["{tags["content_tag"]}"] | tojson }}}}}}]'
-        rendered = {name: rewrite(name, tags)} | {
+        rendered = {name: render_tagged(name, tags)} | {
             roles[role]: answer.replace("NAME", roles[role]) for role in ("chosen", "rejected")
         }
         return {**data, **context.template, "transforms": [{"kind": "render_columns", "columns": rendered}]}
     if columns.get("kto_tag") or context.stage == "kto":
-        rendered = {"prompt": rewrite(f"{name}[:-1]", tags), "completion": rewrite(f"{name}[-1:]", tags)}
+        rendered = {"prompt": render_tagged(f"{name}[:-1]", tags), "completion": render_tagged(f"{name}[-1:]", tags)}
         transforms = [{"kind": "render_columns", "columns": rendered}]
-        return {**label(columns), **context.template, "transforms": transforms}
+        return {**make_labeled(columns), **context.template, "transforms": transforms}
     if context.stage == "ppo":
         data = {**context.template}
         set_columns(data, prompt=name)
-        return data | {"transforms": [{"kind": "render_columns", "columns": {name: rewrite(name, tags)}}]}
+        return data | {"transforms": [{"kind": "render_columns", "columns": {name: render_tagged(name, tags)}}]}
     data = {**context.template, **context.targets}
     if all(tags.get(tag) == value for tag, value in TAGS.items()):
         data = {"kind": "sharegpt", **data}
@@ -215,16 +217,13 @@ def convert_sharegpt(columns: Mapping[str, str], tags: Mapping[str, str], rankin
     data = {"kind": "chat", **data}
     set_columns(data, messages=name)
     if any(tags.get(tag) != value for tag, value in OPENAI_TAGS.items()):
-        data["transforms"] = [{"kind": "render_columns", "columns": {name: rewrite(name, tags)}}]
+        data["transforms"] = [{"kind": "render_columns", "columns": {name: render_tagged(name, tags)}}]
     return data
 
 
-def rewrite(expression: str, tags: Mapping[str, str]) -> str:
-    """Template of messages as role and content, in JSON."""
-    known = {tags.get("user_tag", "human"): "user", tags.get("assistant_tag", "gpt"): "assistant",
+def render_tagged(expression: str, tags: Mapping[str, str]) -> str:
+    """Template of messages with tags for their keys and roles, in JSON."""
+    roles = {tags.get("user_tag", "human"): "user", tags.get("assistant_tag", "gpt"): "assistant",
              tags.get("system_tag", "system"): "system", tags.get("observation_tag", "observation"): "tool",
              tags.get("function_tag", "function_call"): "assistant"}  # fmt: skip
-    roles = ", ".join(f'"{source}": "{target}"' for source, target in known.items())
-    role = f'{{{roles}}}[message["{tags["role_tag"]}"]]'
-    item = f'{{"role": {{{{ {role} | tojson }}}}, "content": {{{{ message["{tags["content_tag"]}"] | tojson }}}}}}'
-    return f"[{{% for message in {expression} %}}{item}{{% if not loop.last %}}, {{% endif %}}{{% endfor %}}]"
+    return render_messages(expression, tags["role_tag"], tags["content_tag"], roles)

@@ -63,7 +63,7 @@ def convert_model(keys: ForeignKeys, draft: Draft, header: Any) -> str:
         draft.differs(section, component, "the model is read without an adapter; set model to the directory of a run")
     for size in MODEL_SIZES:
         if size in model:
-            draft.unneeded(model.dotted(size), model.take(size), CHECKPOINT_FILES)
+            draft.report_unneeded(model.dotted(size), model.take(size), CHECKPOINT_FILES)
     return component
 
 
@@ -110,9 +110,9 @@ def convert_rows(keys: ForeignKeys, draft: Draft, context: DataContext, comment:
         draft.set("eval_data", convert_dataset(rows, "dataset_val", context))
         draft.set("eval_every", int(every))
     elif rows is not None:
-        draft.unneeded("dataset_val", "", "not needed: the model is not evaluated without run_val_every_n_steps")
+        draft.report_unneeded("dataset_val", "", "not needed: the model is not evaluated without run_val_every_n_steps")
     if size is not None:
-        draft.unneeded("batch_size_val", size, "not needed: micro_batch_size, also of evaluation")
+        draft.report_unneeded("batch_size_val", size, "not needed: micro_batch_size, also of evaluation")
 
 
 def convert_inference(keys: ForeignKeys, draft: Draft, has_markers: bool) -> None:
@@ -126,5 +126,7 @@ def convert_inference(keys: ForeignKeys, draft: Draft, has_markers: bool) -> Non
         draft.drop("quantizer", "", "weights of torchao are not read; set quantization=nf4 or float8")
         keys.take("quantizer")
     if (directory := keys.take("output_dir")) is not None:
-        draft.unneeded("output_dir", directory, "not needed: results are printed; output_path writes them to a file")
+        draft.report_unneeded(
+            "output_dir", directory, "not needed: results are printed; output_path writes them to a file"
+        )
     convert_unneeded(keys, draft)

@@ -84,7 +84,9 @@ def finish_dataset(keys: ForeignKeys, data: Tree, context: DataContext) -> None:
             keys.dotted("filter_fn"), transform, "filter rows with data.transforms, or a custom transform"
         )
     if (separate := keys.take("split_across_pack")) is not None:
-        context.draft.unneeded(keys.dotted("split_across_pack"), separate, "not needed: texts are packed as a whole")
+        context.draft.report_unneeded(
+            keys.dotted("split_across_pack"), separate, "not needed: texts are packed as a whole"
+        )
     for dotted, value in keys.rest():
         context.draft.drop(dotted, value, "an argument of datasets.load_dataset, which does not read the rows here")
 
@@ -111,7 +113,7 @@ def read_source(keys: ForeignKeys, default: str | None, draft: Draft) -> Tree:
     return {"source": name} | ({"split": split} if split != "train" else {})
 
 
-def with_format(data: Tree, context: DataContext) -> Tree:
+def set_format(data: Tree, context: DataContext) -> Tree:
     """Chat template of conversations."""
     if context.text_format.chat_template is not None:
         data["chat_template"] = context.text_format.chat_template
@@ -123,7 +125,7 @@ def with_format(data: Tree, context: DataContext) -> Tree:
     return data
 
 
-def train_on(keys: ForeignKeys, default: bool) -> Tree:
+def read_targets(keys: ForeignKeys, default: bool) -> Tree:
     """`train_on` from the flag train_on_input, or from masking_strategy of later versions."""
     strategy = keys.take("masking_strategy")
     by_strategy = {"train_on_all": "all", "train_on_assistant": "assistant", "train_on_last": "last"}
@@ -132,7 +134,7 @@ def train_on(keys: ForeignKeys, default: bool) -> Tree:
     return {} if choice == "assistant" else {"train_on": choice}
 
 
-def question_data(context: DataContext, question: str, prompt: str, answer: str, system: str | None = None) -> Tree:
+def convert_question(context: DataContext, question: str, prompt: str, answer: str, system: str | None = None) -> Tree:
     """Rows of a question and an answer, as a conversation or as plain text.
 
     `question` is a template, or `prompt` the column if it is empty.
@@ -147,7 +149,7 @@ def question_data(context: DataContext, question: str, prompt: str, answer: str,
             data["system_prompt"] = system
         if question:
             data["transforms"] = [{"kind": "render_columns", "columns": {prompt: question}}]
-        return with_format(data, context)
+        return set_format(data, context)
     data = {"kind": "completion"}
     if system or question:
         set_columns(data, completion=answer)
@@ -158,31 +160,31 @@ def question_data(context: DataContext, question: str, prompt: str, answer: str,
     return data
 
 
-def alpaca(source: str) -> Callable[[ForeignKeys, DataContext], Tree]:
+def make_alpaca_converter(source: str) -> Callable[[ForeignKeys, DataContext], Tree]:
     def convert(keys: ForeignKeys, context: DataContext) -> Tree:
         names = {"instruction": "instruction", "input": "input", "output": "output"} | (keys.take("column_map") or {})
         prompt = alpaca_prompt(names["instruction"], names["input"])
-        data = question_data(context, prompt, names["instruction"], names["output"])
-        return {**data, **train_on(keys, True), "default_source": source}
+        data = convert_question(context, prompt, names["instruction"], names["output"])
+        return {**data, **read_targets(keys, True), "default_source": source}
 
     return convert
 
 
-def instruct(source: str | None, prompt: str = "input", answer: str = "output") -> Callable[..., Tree]:
+def make_instruct_converter(source: str | None, prompt: str = "input", answer: str = "output") -> Callable[..., Tree]:
     def convert(keys: ForeignKeys, context: DataContext) -> Tree:
         names = {"input": prompt, "output": answer} | (keys.take("column_map") or {})
-        data = question_data(context, "", names["input"], names["output"], keys.take("new_system_prompt"))
-        return {**data, **train_on(keys, False), "default_source": source}
+        data = convert_question(context, "", names["input"], names["output"], keys.take("new_system_prompt"))
+        return {**data, **read_targets(keys, False), "default_source": source}
 
     return convert
 
 
-def chat(keys: ForeignKeys, context: DataContext) -> Tree:
+def convert_chat(keys: ForeignKeys, context: DataContext) -> Tree:
     style = str(keys.take("conversation_style", default="openai"))
-    return conversation(keys, context, style, keys.take("conversation_column"))
+    return convert_conversation(keys, context, style, keys.take("conversation_column"))
 
 
-def conversation(keys: ForeignKeys, context: DataContext, style: str, name: str | None) -> Tree:
+def convert_conversation(keys: ForeignKeys, context: DataContext, style: str, name: str | None) -> Tree:
     data: Tree = {"kind": "sharegpt" if style == "sharegpt" else "chat"}
     if style == "sharegpt":
         set_columns(data, conversations=name or "conversations")
@@ -191,16 +193,16 @@ def conversation(keys: ForeignKeys, context: DataContext, style: str, name: str 
     if (system := keys.take("new_system_prompt")) is not None:
         note = "replaces the system message of each row: use a custom transform, or render_columns with a column system"
         context.draft.drop(keys.dotted("new_system_prompt"), system, note)
-    return {**with_format(data, context), **train_on(keys, False)}
+    return {**set_format(data, context), **read_targets(keys, False)}
 
 
-def slimorca(keys: ForeignKeys, context: DataContext) -> Tree:
+def convert_slimorca(keys: ForeignKeys, context: DataContext) -> Tree:
     names = keys.take("column_map") or {}
-    data = conversation(keys, context, "sharegpt", names.get("conversations"))
+    data = convert_conversation(keys, context, "sharegpt", names.get("conversations"))
     return {**data, "default_source": "Open-Orca/SlimOrca-Dedup"}
 
 
-def text(source: str | None, name: str = "text") -> Callable[[ForeignKeys, DataContext], Tree]:
+def make_text_converter(source: str | None, name: str = "text") -> Callable[[ForeignKeys, DataContext], Tree]:
     def convert(keys: ForeignKeys, context: DataContext) -> Tree:
         data: Tree = {"kind": "text"}
         set_columns(data, text=keys.take("column", default=name))
@@ -211,7 +213,7 @@ def text(source: str | None, name: str = "text") -> Callable[[ForeignKeys, DataC
     return convert
 
 
-def preference(source: str | None, **names: str) -> Callable[[ForeignKeys, DataContext], Tree]:
+def make_preference_converter(source: str | None, **names: str) -> Callable[[ForeignKeys, DataContext], Tree]:
     def convert(keys: ForeignKeys, context: DataContext) -> Tree:
         columns = names | (keys.take("column_map") or {})
         data: Tree = {"kind": "preference"}
@@ -223,7 +225,7 @@ def preference(source: str | None, **names: str) -> Callable[[ForeignKeys, DataC
             context.draft.drop(keys.dotted("train_on_input"), True, "prompts are never trained on in preference pairs")
         if (system := keys.take("new_system_prompt")) is not None:
             context.draft.drop(keys.dotted("new_system_prompt"), system, "add a column system to the rows")
-        return {**with_format(data, context), "default_source": source}
+        return {**set_format(data, context), "default_source": source}
 
     return convert
 
@@ -235,29 +237,31 @@ def make_messages(columns: Mapping[str, str], texts: tuple[str, str]) -> Tree:
     return {"kind": "render_columns", "columns": rendered}
 
 
-def gsm8k_sft(keys: ForeignKeys, context: DataContext) -> Tree:
+def convert_gsm8k_sft(keys: ForeignKeys, context: DataContext) -> Tree:
     if (part := keys.take("partition")) is not None:
         context.draft.drop(keys.dotted("partition"), part, "all rows of the split are used; set data.split to a slice")
-    data = question_data(context, "", "question", "answer")
+    data = convert_question(context, "", "question", "answer")
     context.draft.differs(keys.path, "gsm8k_sft", "torchtune writes a prompt with tags around the question")
     return {**data, "default_source": "openai/gsm8k:main"}
 
 
 BUILDERS: dict[str, Callable[[ForeignKeys, DataContext], Tree]] = {
-    "alpaca_dataset": alpaca("tatsu-lab/alpaca"),
-    "alpaca_cleaned_dataset": alpaca("yahma/alpaca-cleaned"),
-    "instruct_dataset": instruct(None),
-    "grammar_dataset": instruct("liweili/c4_200m"),
-    "samsum_dataset": instruct("Samsung/samsum", "dialogue", "summary"),
-    "chat_dataset": chat,
-    "slimorca_dataset": slimorca,
-    "text_completion_dataset": text(None),
-    "cnn_dailymail_articles_dataset": text("ccdv/cnn_dailymail:3.0.0", "article"),
-    "wikitext_dataset": text("EleutherAI/wikitext_document_level:wikitext-103-v1", "page"),
-    "preference_dataset": preference(None, chosen="chosen", rejected="rejected"),
-    "hh_rlhf_helpful_dataset": preference("RLHFlow/HH-RLHF-Helpful-standard", chosen="chosen", rejected="rejected"),
-    "stack_exchange_paired_dataset": preference(
+    "alpaca_dataset": make_alpaca_converter("tatsu-lab/alpaca"),
+    "alpaca_cleaned_dataset": make_alpaca_converter("yahma/alpaca-cleaned"),
+    "instruct_dataset": make_instruct_converter(None),
+    "grammar_dataset": make_instruct_converter("liweili/c4_200m"),
+    "samsum_dataset": make_instruct_converter("Samsung/samsum", "dialogue", "summary"),
+    "chat_dataset": convert_chat,
+    "slimorca_dataset": convert_slimorca,
+    "text_completion_dataset": make_text_converter(None),
+    "cnn_dailymail_articles_dataset": make_text_converter("ccdv/cnn_dailymail:3.0.0", "article"),
+    "wikitext_dataset": make_text_converter("EleutherAI/wikitext_document_level:wikitext-103-v1", "page"),
+    "preference_dataset": make_preference_converter(None, chosen="chosen", rejected="rejected"),
+    "hh_rlhf_helpful_dataset": make_preference_converter(
+        "RLHFlow/HH-RLHF-Helpful-standard", chosen="chosen", rejected="rejected"
+    ),
+    "stack_exchange_paired_dataset": make_preference_converter(
         "lvwerra/stack-exchange-paired", prompt="question", chosen="response_j", rejected="response_k"
     ),
-    "gsm8k_sft": gsm8k_sft,
+    "gsm8k_sft": convert_gsm8k_sft,
 }

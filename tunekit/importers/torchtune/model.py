@@ -109,7 +109,7 @@ def convert_checkpoint(keys: ForeignKeys, draft: Draft, header: Header, componen
         "recipe_checkpoint",
     ):
         if (value := keys.take(name)) is not None:
-            draft.unneeded(keys.dotted(name), value, CHECKPOINT_FILES)
+            draft.report_unneeded(keys.dotted(name), value, CHECKPOINT_FILES)
     if (limit := keys.take("keep_last_n_checkpoints")) is not None:
         draft.set("save_total_limit", limit)
     if (adapter := keys.take("adapter_checkpoint")) is not None:
@@ -175,7 +175,7 @@ def convert_text_format(tokenizer: ForeignKeys, draft: Draft) -> tuple[TextForma
                 "tokenizer_json_path", "tokenizer_config_json_path", "generation_config_path", "max_num_tiles",
                 "image_size"):  # fmt: skip
         if (value := tokenizer.take(key)) is not None:
-            draft.unneeded(tokenizer.dotted(key), value, CHECKPOINT_FILES)
+            draft.report_unneeded(tokenizer.dotted(key), value, CHECKPOINT_FILES)
     if name == "phi3_mini_tokenizer":
         note = "a line break after <|end|> is a token there; the tokenizer of the checkpoint drops it"
         draft.differs(tokenizer.path, name, note)

@@ -1,4 +1,4 @@
-"""Configs of torchtune's package by name, such as llama3_2/1B_lora_single_device, and the nearest ones of tunekit."""
+"""Configs of torchtune's package by name, such as llama3_2/1B_lora_single_device, and their counterparts."""
 
 import re
 from collections.abc import Collection
@@ -31,10 +31,10 @@ MODELS = {  # Hub names that do not follow from those of the sizes
     "phi4": "microsoft/phi-4", "qwen2": "Qwen/Qwen2-{}B-Instruct", "qwen2_5": "Qwen/Qwen2.5-{}B-Instruct",
     "qwen3": "Qwen/Qwen3-{}B",
 }  # fmt: skip
-STAND_IN = "llama3_2/1b"  # its configs are used with another model
+FALLBACK = "llama3_2/1b"  # its configs are used with another model
 
 
-class Nearest(NamedTuple):
+class Counterpart(NamedTuple):
     """A config of tunekit, its recipe, and overrides that make it the counterpart of one of torchtune."""
 
     recipe: str
@@ -47,14 +47,14 @@ def is_packaged_name(word: str) -> bool:
     return NAME.fullmatch(word) is not None or word in ("generation", "quantization", "eleuther_evaluation")
 
 
-def find_nearest(name: str, configs: Collection[str]) -> Nearest:
+def find_counterpart(name: str, configs: Collection[str]) -> Counterpart:
     """Config of tunekit with the same model and method. Raise UserError for a method without a counterpart."""
     name = name.removesuffix(".yaml")
     last = name.rpartition("/")[2]
     if "evaluation" in last:
-        return with_model("evaluate", "nano/known", name, ("baseline=null", "tasks=[truthfulqa_mc2]"))
+        return make_counterpart("evaluate", "nano/known", name, ("baseline=null", "tasks=[truthfulqa_mc2]"))
     if "generation" in last:
-        return with_model("generate", "nano/generate", name, ())
+        return make_counterpart("generate", "nano/generate", name, ())
     match = NAME.fullmatch(name)
     if match is None:
         raise UserError(
@@ -70,35 +70,35 @@ def find_nearest(name: str, configs: Collection[str]) -> Nearest:
     own_size = size.lower().replace(".", "_")
     for end, overrides in ends:
         if (config := f"{family}/{own_size}_{end}") in configs and not match["teacher"]:
-            return Nearest(recipe, config, tuple(overrides.split()))
-    return stand_in(name, family, size, recipe, ends, configs)
+            return Counterpart(recipe, config, tuple(overrides.split()))
+    return find_fallback(name, family, size, recipe, ends, configs)
 
 
-def stand_in(
+def find_fallback(
     name: str, family: str, size: str, recipe: str, ends: Collection[tuple[str, str]], configs: Collection[str]
-) -> Nearest:
+) -> Counterpart:
     """Config of another size or family with the same method, with the model of the name."""
     for end, overrides in ends:
         same_family = sorted(config for config in configs if re.fullmatch(rf"{family}/[\d_a-z]+b_{end}", config))
-        others = [f"{STAND_IN}_{end}", f"mistral/7b_{end}", f"llama3_2/3b_{end}"]
+        others = [f"{FALLBACK}_{end}", f"mistral/7b_{end}", f"llama3_2/3b_{end}"]
         for config in (*same_family, *others):
             if config in configs:
-                return with_model(recipe, config, name, tuple(overrides.split()))
+                return make_counterpart(recipe, config, name, tuple(overrides.split()))
     raise UserError(f"torchtune's config {name}: no config of tunekit has this method. See tune ls {recipe}")
 
 
-def with_model(recipe: str, config: str, name: str, overrides: tuple[str, ...]) -> Nearest:
+def make_counterpart(recipe: str, config: str, name: str, overrides: tuple[str, ...]) -> Counterpart:
     """A config with the model, and the teacher, of the name of another one."""
     match = NAME.fullmatch(name)
     family = match["family"] if match else name.partition("/")[0]
-    models = [f"model={hub_model(family, match['size'] if match else '7B')}"]
+    models = [f"model={get_hub_name(family, match['size'] if match else '7B')}"]
     if match and match["teacher"]:
         teacher_family = "llama3_1" if family == "llama3_2" else family
-        models.append(f"teacher.model={hub_model(teacher_family, match['teacher'])}")
-    return Nearest(recipe, config, (*models, *overrides))
+        models.append(f"teacher.model={get_hub_name(teacher_family, match['teacher'])}")
+    return Counterpart(recipe, config, (*models, *overrides))
 
 
-def hub_model(family: str, size: str) -> str:
+def get_hub_name(family: str, size: str) -> str:
     return MODELS.get(family, MODELS["llama2"]).format(size.removesuffix("B"))
 
 

@@ -82,7 +82,9 @@ def convert_cross_entropy(keys: ForeignKeys, draft: Draft) -> None:
         draft.set("loss.label_smoothing", smoothing)
     for option in LOSS_OPTIONS:
         if option in loss:
-            draft.unneeded(loss.dotted(option), loss.take(option), "not needed: head and loss are computed in chunks")
+            draft.report_unneeded(
+                loss.dotted(option), loss.take(option), "not needed: head and loss are computed in chunks"
+            )
 
 
 def convert_preference_loss(keys: ForeignKeys, draft: Draft, header: Header) -> None:
@@ -103,7 +105,7 @@ def convert_preference_loss(keys: ForeignKeys, draft: Draft, header: Header) -> 
     if reference.values:
         model, _ = convert_checkpoint(reference, draft, header, None)
         if model == draft.get("model"):
-            draft.unneeded("ref_checkpointer", model, "not needed: the reference is the model before training")
+            draft.report_unneeded("ref_checkpointer", model, "not needed: the reference is the model before training")
         else:
             draft.drop("ref_checkpointer", model, "the reference is always the model before training")
 
@@ -130,10 +132,12 @@ def convert_distillation(keys: ForeignKeys, draft: Draft, header: Header) -> Non
     draft.set("loss.kd_ratio", float(ratio))
     for option in LOSS_OPTIONS:
         if option in loss:
-            draft.unneeded(loss.dotted(option), loss.take(option), "not needed: the divergence is computed in chunks")
+            draft.report_unneeded(
+                loss.dotted(option), loss.take(option), "not needed: the divergence is computed in chunks"
+            )
     cross_entropy = keys.section("loss")
     if cross_entropy.take(COMPONENT) is not None:
-        draft.unneeded("loss", "", "not needed: cross-entropy is the rest of loss.kd_ratio")
+        draft.report_unneeded("loss", "", "not needed: cross-entropy is the rest of loss.kd_ratio")
     for option in LOSS_OPTIONS:
         cross_entropy.take(option)
 
@@ -265,9 +269,9 @@ def convert_evaluation(keys: ForeignKeys, draft: Draft) -> None:
     if keys.flag("chat_template", "apply_chat_template"):
         draft.set("apply_chat_template", True)
     if (length := keys.number("max_seq_length")) is not None:
-        draft.unneeded("max_seq_length", length, "not needed: the context of the model")
+        draft.report_unneeded("max_seq_length", length, "not needed: the context of the model")
     if (seed := keys.number("seed")) is not None:
-        draft.unneeded("seed", seed, "not needed: questions are answered greedily")
+        draft.report_unneeded("seed", seed, "not needed: questions are answered greedily")
 
 
 def convert_generation(keys: ForeignKeys, draft: Draft, has_markers: bool) -> None:

@@ -53,7 +53,7 @@ def convert_unneeded(keys: ForeignKeys, draft: Draft) -> None:
         )
     for name, note in NOT_NEEDED.items():
         if name in keys and (value := keys.take(name)) is not None:
-            draft.unneeded(name, value, note)
+            draft.report_unneeded(name, value, note)
 
 
 def convert_batches(keys: ForeignKeys, draft: Draft, num_devices: int) -> None:
@@ -68,7 +68,7 @@ def convert_batches(keys: ForeignKeys, draft: Draft, num_devices: int) -> None:
 
 
 def convert_length(keys: ForeignKeys, draft: Draft) -> None:
-    """Passes, steps and the seed."""
+    """Epochs, steps and the seed."""
     epochs, per_epoch = keys.number("epochs", default=1), keys.number("max_steps_per_epoch")
     draft.set("epochs", int(epochs))
     if per_epoch is not None:
@@ -109,7 +109,7 @@ def convert_optimizer(keys: ForeignKeys, draft: Draft) -> None:
         "percentile_clipping",
     ):
         if argument in optimizer:
-            draft.unneeded(
+            draft.report_unneeded(
                 f"optimizer.{argument}", optimizer.take(argument), "not needed: fused where torch supports it"
             )
 
@@ -205,7 +205,9 @@ def convert_logging(keys: ForeignKeys, draft: Draft) -> None:
         draft.set("report_to", [tracker])
     elif name in ("", "DiskLogger", "StdoutLogger"):
         for key in [*logger.values]:
-            draft.unneeded(logger.dotted(key), logger.take(key), "not needed: metrics.jsonl is in the run directory")
+            draft.report_unneeded(
+                logger.dotted(key), logger.take(key), "not needed: metrics.jsonl is in the run directory"
+            )
     else:
         draft.drop("metric_logger._component_", name, "trackers are tensorboard, wandb, mlflow, trackio and comet")
 
@@ -235,7 +237,7 @@ def convert_profiler(profiler: ForeignKeys, draft: Draft) -> None:
     active = profiler.number("active_steps", default=2)
     if not is_on:
         for name in [*profiler.values]:
-            draft.unneeded(profiler.dotted(name), profiler.take(name), "the profiler is off")
+            draft.report_unneeded(profiler.dotted(name), profiler.take(name), "the profiler is off")
         return
     draft.set("profiler", {"skip_first": int(wait + warmup), "active": int(active)})
     if profiler.flag("profile_memory"):
@@ -243,7 +245,7 @@ def convert_profiler(profiler: ForeignKeys, draft: Draft) -> None:
     for name in ("cpu", "cuda", "xpu", "output_dir"):
         if name in profiler:
             note = "not needed: host and device are traced, to profile/ in the run directory"
-            draft.unneeded(profiler.dotted(name), profiler.take(name), note)
+            draft.report_unneeded(profiler.dotted(name), profiler.take(name), note)
     for name in ("with_stack", "record_shapes", "with_flops"):
         if profiler.flag(name):
             draft.drop(profiler.dotted(name), True, "traces have no stacks, shapes or FLOPs")

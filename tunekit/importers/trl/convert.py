@@ -8,7 +8,7 @@ from tunekit.errors import UserError
 from tunekit.importers.draft import Draft
 from tunekit.importers.foreign_keys import ForeignKeys, read_mapping
 from tunekit.importers.launch_command import parse_options
-from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, convert_quantization, report_idle_adapter
+from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, convert_quantization, report_unneeded_adapter
 from tunekit.importers.training_arguments import Defaults, convert_arguments
 from tunekit.importers.trl import losses
 from tunekit.importers.trl.data import convert_rows
@@ -97,7 +97,7 @@ def convert_model(keys: ForeignKeys, draft: Draft) -> None:
     if is_adapted:
         convert_adapter(keys, draft, ADAPTER)
     else:
-        report_idle_adapter(keys, draft, ADAPTER)
+        report_unneeded_adapter(keys, draft, ADAPTER)
     convert_quantization(keys, draft)
     if dtype in ("bfloat16", "bf16") and not is_adapted:
         draft.set("precision.master_dtype", "bf16", "The model is loaded in bf16 there, and its weights stay in it")

@@ -8,8 +8,8 @@ from tunekit.importers.columns import set_columns
 from tunekit.importers.draft import Draft, Tree
 from tunekit.importers.foreign_keys import ForeignKeys
 from tunekit.importers.held_out import hold_out
-from tunekit.importers.join_datasets import join_datasets
-from tunekit.importers.row_format import first_row, has_columns
+from tunekit.importers.join_datasets import join_datasets, read_shared_keys
+from tunekit.importers.row_format import has_columns, read_first_row
 from tunekit.importers.sources import join_source, local_sources
 
 UNKNOWN_FORMAT = (
@@ -35,7 +35,9 @@ def read_sources(keys: ForeignKeys, draft: Draft) -> list[Tree]:
         if (fraction := entry.number("fraction")) is not None:
             source["weight"] = float(fraction)
         if (columns := entry.take("columns")) is not None:
-            draft.unneeded(entry.dotted("columns"), columns, "not needed: only the columns of the format are read")
+            draft.report_unneeded(
+                entry.dotted("columns"), columns, "not needed: only the columns of the format are read"
+            )
         for dotted, value in entry.rest():
             draft.drop(dotted, value, "an argument of datasets.load_dataset, which does not read the rows here")
         sources.append(source)
@@ -54,10 +56,12 @@ def convert_rows(keys: ForeignKeys, draft: Draft, task: str) -> None:
     rows = [convert_source(source, keys, draft, task) for source in sources]
     names = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")
     if task == "gkd":
-        draft.idle(keys, "has no effect in GKDTrainer, which trains on the last answer of messages", *names, "packing")
+        draft.report_unneeded_keys(
+            keys, "has no effect in GKDTrainer, which trains on the last answer of messages", *names, "packing"
+        )
     for name in names:
         keys.take(name)
-    shared = shared_keys(keys, draft, task)
+    shared = read_shared(keys, draft, task)
     if task == "sft" and rows[0].get("kind") == "text" and not shared.get("packing"):
         rows = [{**row, "excess_length_strategy": "truncate"} for row in rows]
     draft.set("data", join_datasets("data", rows, shared, draft, weights))
@@ -68,45 +72,38 @@ def convert_rows(keys: ForeignKeys, draft: Draft, task: str) -> None:
         hold_out(draft, "test_split_size", test_size)
         return
     if test_size is not None:
-        draft.unneeded("test_split_size", test_size, "has no effect without datasets: dataset_test_split is used")
+        draft.report_unneeded(
+            "test_split_size", test_size, "has no effect without datasets: dataset_test_split is used"
+        )
     if str(keys.peek("eval_strategy") or keys.peek("evaluation_strategy") or "no").lower() != "no":
         tests = [{**row, "split": test_split} for row in rows]
         draft.set("eval_data", join_datasets("eval_data", tests, shared, draft))
     elif test_split != "test":
-        draft.unneeded("dataset_test_split", test_split, "has no effect without eval_strategy")
+        draft.report_unneeded("dataset_test_split", test_split, "has no effect without eval_strategy")
 
 
-def shared_keys(keys: ForeignKeys, draft: Draft, task: str) -> Tree:
+def read_shared(keys: ForeignKeys, draft: Draft, task: str) -> Tree:
     """Length, packing and order of all datasets."""
-    length = (
-        keys.take("max_length", "max_seq_length", default=1024) if "max_length" not in keys else keys.take("max_length")
-    )
-    shared: Tree = {"max_length": int(length) if length is not None else 8192}
+    is_named = "max_length" in keys
+    length = keys.take("max_length") if is_named else keys.take("max_seq_length", default=1024)
     if length is None:
         draft.comments["data.max_length"] = "max_length is null there: rows have no limit"
-    if keys.flag("packing"):
-        shared["packing"] = True
-    if keys.flag("streaming", "dataset_streaming"):
-        shared["streaming"] = True
     sampling = keys.take("train_sampling_strategy", default="sequential" if task == "kto" else "random")
-    if sampling == "sequential":
-        shared["shuffle"] = False
-    elif keys.flag("group_by_length"):
-        draft.unneeded("group_by_length", True, "not needed: rows of a step are grouped by length")
+    packing, streaming = keys.flag("packing"), keys.flag("streaming", "dataset_streaming")
+    length = int(length) if length is not None else 8192
+    shared = read_shared_keys(keys, length, packing, streaming, sampling != "sequential")
+    if sampling != "sequential" and keys.flag("group_by_length"):
+        draft.report_unneeded("group_by_length", True, "not needed: rows of a step are grouped by length")
     if (mode := keys.take("truncation_mode")) == "keep_end":
         draft.differs("truncation_mode", mode, "rows are truncated at the end")
     if (path := keys.take("chat_template_path", "chat_template")) is not None:
         shared["chat_template"] = str(path)
-    if (values := keys.take("chat_template_kwargs")) is not None:
-        shared["chat_template_kwargs"] = values
-    if (count := keys.number("dataset_num_proc")) is not None:
-        shared["num_proc"] = int(count)
     return shared
 
 
 def convert_source(source: Tree, keys: ForeignKeys, draft: Draft, task: str) -> Tree:
     """The format of the rows of one source."""
-    row = first_row(source["source"], source.get("split", "train"))
+    row = read_first_row(source["source"], source.get("split", "train"))
     if task in ("grpo", "rloo", "distillation") and not has_columns(row, "messages"):
         return source
     if task == "kto":

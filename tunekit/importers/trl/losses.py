@@ -55,7 +55,7 @@ def convert_reference(keys: ForeignKeys, draft: Draft) -> None:
         draft.set("reference", "precomputed")
     for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
         if (value := keys.take(name)) is not None and not keys.peek("sync_ref_model"):
-            draft.unneeded(name, value, "has no effect without sync_ref_model")
+            draft.report_unneeded(name, value, "has no effect without sync_ref_model")
 
 
 def convert_kto(keys: ForeignKeys, draft: Draft) -> None:

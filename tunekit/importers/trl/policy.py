@@ -27,14 +27,14 @@ def convert_policy(keys: ForeignKeys, draft: Draft, task: str) -> None:
         kind = "dapo"
     draft.set("loss.kind", kind)
     draft.set("loss.beta", float(keys.number("beta", default=0.05 if task == "rloo" else 0.0)))
-    allowed = loss_keys(kind)
+    allowed = get_loss_keys(kind)
     for name in LOSS_KEYS:
         if (value := keys.take(name)) is not None:
             value = {True: "group", False: "none"}.get(value, value) if name == "scale_rewards" else value
             if name in allowed:
                 draft.set(f"loss.{name}", value)
             else:
-                draft.unneeded(name, value, f"has no effect with the loss {kind}")
+                draft.report_unneeded(name, value, f"has no effect with the loss {kind}")
     draft.set("num_generations", int(keys.number("num_generations", default=2 if task == "rloo" else 8)))
     convert_lengths(keys, draft)
     for name in SAMPLING_KEYS:
@@ -46,11 +46,11 @@ def convert_policy(keys: ForeignKeys, draft: Draft, task: str) -> None:
     if steps is not None and steps > accumulation:
         draft.set("steps_per_generation", int(steps) // accumulation, "Optimizer steps; TRL counts micro-batches")
     elif steps is not None:
-        draft.unneeded("steps_per_generation", steps, "not needed: answers are sampled for each optimizer step")
+        draft.report_unneeded("steps_per_generation", steps, "not needed: answers are sampled for each optimizer step")
     convert_engine(keys, draft)
 
 
-def loss_keys(kind: str) -> set[str]:
+def get_loss_keys(kind: str) -> set[str]:
     """Keys of LOSS_KEYS that a loss has."""
     names = {*LOSS_KEYS} - {"sapo_temperature_neg", "sapo_temperature_pos", "normalize_advantages"}
     if kind == "rloo":
@@ -107,7 +107,7 @@ def convert_engine(keys: ForeignKeys, draft: Draft) -> None:
     uses = keys.flag("use_vllm")
     if not uses:
         names = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
-        draft.idle(keys, "has no effect without use_vllm", *names)
+        draft.report_unneeded_keys(keys, "has no effect without use_vllm", *names)
     mode = str(keys.take("vllm_mode", default="colocate"))
     url = keys.take("vllm_server_base_url")
     host, port = keys.take("vllm_server_host", default="0.0.0.0"), keys.take("vllm_server_port", default=8000)

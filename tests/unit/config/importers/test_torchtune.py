@@ -19,7 +19,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.importers import imported
 from tunekit.importers.torchtune.model import hub_name
-from tunekit.importers.torchtune.packaged import find_nearest
+from tunekit.importers.torchtune.packaged import find_counterpart
 
 WHEEL = "torchtune==0.6.1"
 LORA = """
@@ -189,11 +189,11 @@ def test_methods_without_a_counterpart_are_named(import_text: Import) -> None:
     ],
 )
 def test_packaged_names_have_the_nearest_config(name: str, expected: tuple) -> None:
-    nearest = find_nearest(name, registry.list_configs())
-    assert (nearest.recipe, nearest.config) == expected[:2]
-    assert expected[2] is None or nearest.overrides == expected[2]
-    path = registry.find_config(nearest.config)
-    load_config(recipe_loader.load_recipe(nearest.recipe).CONFIG, path, nearest.overrides)
+    counterpart = find_counterpart(name, registry.list_configs())
+    assert (counterpart.recipe, counterpart.config) == expected[:2]
+    assert expected[2] is None or counterpart.overrides == expected[2]
+    path = registry.find_config(counterpart.config)
+    load_config(recipe_loader.load_recipe(counterpart.recipe).CONFIG, path, counterpart.overrides)
 
 
 def test_overrides_of_packaged_configs_are_translated() -> None:
