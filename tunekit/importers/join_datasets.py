@@ -30,7 +30,7 @@ def join_datasets(
 
     A mixture has one length and one chat template, those of its first dataset. Other ones are reported for `key`.
     """
-    rows = [{**shared, **dataset} for dataset in datasets]
+    rows = [{**dataset, **shared, **dataset} for dataset in datasets]  # in the order of the dataset
     rows = [{name: value for name, value in row.items() if value is not None} for row in rows]
     if len(rows) == 1:
         return rows[0]

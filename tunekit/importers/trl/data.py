@@ -86,7 +86,9 @@ def read_shared(keys: ForeignKeys, draft: Draft, task: str) -> Tree:
     """Length, packing and order of all datasets."""
     is_named = "max_length" in keys
     length = keys.take("max_length") if is_named else keys.take("max_seq_length", default=1024)
-    if length is None:
+    if length is None and task == "gkd":
+        length = 1024  # of DataCollatorForChatML
+    elif length is None:
         draft.comments["data.max_length"] = "max_length is null there: rows have no limit"
     sampling = keys.take("train_sampling_strategy", default="sequential" if task == "kto" else "random")
     packing, streaming = keys.flag("packing"), keys.flag("streaming", "dataset_streaming")
