@@ -112,7 +112,8 @@ def convert_weights(keys: ForeignKeys, draft: Draft) -> None:
         if adapter not in (None, ""):
             draft.drop("adapter", adapter, "adapters are lora and dora; all weights are trained instead")
     is_mixed = any(keys.peek(name) for name in ("deepspeed", "fsdp", "fsdp_config", "fp16", "float16"))
-    if draft.get("adapter") is None and not is_mixed and keys.peek("bf16") is not False:
+    is_bf16 = keys.peek("bf16") is not False or keys.peek("bfloat16") is True  # the default is auto
+    if draft.get("adapter") is None and is_bf16 and not is_mixed:
         comment = "axolotl loads the model in bf16, and trains these weights; with DeepSpeed and FSDP, it keeps fp32"
         draft.set("precision.master_dtype", "bf16", comment)
     convert_quantization(keys, draft)
