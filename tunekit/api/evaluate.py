@@ -50,7 +50,8 @@ def evaluate(
             values |= {"model": model.name, "device": model.device.type}
         cfg = recipe_loader.load_recipe_config(recipe, None, (), (), KeywordValues(where, PlainValues(where)(values)))
         recipe.check(cfg)
-        is_in_memory = isinstance(model, Model) or (bool(source) and source["data.source"] is not rows)
+        has_rows_in_memory = rows is not None and not isinstance(rows, str | os.PathLike)
+        is_in_memory = isinstance(model, Model) or has_rows_in_memory
         with isolated_torch(device := devices.select_device(cfg.device)):
             results = evaluate_in_memory(model, cfg) if is_in_memory else recipe.main(cfg)
         free_memory(device)

@@ -18,7 +18,6 @@ from tunekit.cli import recipe_loader
 from tunekit.config.overrides import KeywordValues
 from tunekit.errors import UserError
 from tunekit.recipes import generate as recipe
-from tunekit.system import read_utf8
 
 
 def generate(
@@ -45,4 +44,4 @@ def generate(
         with isolated_torch(device):
             recipe.main(cfg)
         free_memory(device)
-        return [json.loads(line) for line in read_utf8(Path(cfg.output_path)).splitlines()]
+        return [json.loads(line) for line in Path(cfg.output_path).read_bytes().splitlines()]

@@ -63,7 +63,7 @@ class NotebookDisplay:
             return f"step {self.step}/{self.num_steps}"
         done = max(1, self.step - self.start)
         left = (time.monotonic() - self.begin_time) / done * (self.num_steps - self.step)
-        names = [name for name in ("reward", "loss", "eval/loss") if last.get(name) is not None]
+        names = [name for name in ("reward", "loss") if last.get(name) is not None]
         metrics = ", ".join(f"{name} {last[name]:.4f}" for name in names)
         speed = tqdm.format_sizeof(last["target_tokens_per_second"], divisor=1000)
         return f"step {self.step}/{self.num_steps}: {metrics}, {speed} target tok/s, {tqdm.format_interval(left)} left"

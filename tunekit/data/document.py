@@ -1,4 +1,4 @@
-"""Tokenized documents, and their flags: oddities that data checks report, and properties that losses need."""
+"""Tokenized documents, and their flags: warnings that data checks report, and properties that losses need."""
 
 from enum import IntFlag
 from typing import NamedTuple
@@ -10,9 +10,9 @@ NO_VALUES = np.empty(0, np.float32)
 
 
 class DocFlags(IntFlag):
-    """Bits of a document. The last six are properties, not oddities.
+    """Bits of a document. The last six are properties, not warnings.
 
-    `loss_mask` sets MISSING_END_TOKEN and PROMPT_TRAINED, `template_warnings` the other oddities of conversations.
+    `loss_mask` sets MISSING_END_TOKEN and PROMPT_TRAINED, `template_warnings` the other warnings about conversations.
     """
 
     SPECIAL_IN_TEXT = 1  # a user, system, or tool message contains the text of a special token

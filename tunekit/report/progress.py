@@ -69,7 +69,7 @@ def format_line(line: Mapping[str, Any], run: RunFiles) -> str:
     names = [name for name in LINE_METRICS if name in line]
     values = [f"{LINE_METRICS[name]} {format_value(name, line[name])}" for name in names]
     left = format_time_left(run, line["step"])
-    return f"step {line['step']}/{run.num_steps or '?'}: {', '.join([*values, *([left] if left else [])])}"
+    return escape_control(f"step {line['step']}/{run.num_steps or '?'}: {', '.join(filter(None, [*values, left]))}")
 
 
 def format_value(name: str, value: object) -> str:

@@ -128,9 +128,11 @@ def is_running(directory: Path) -> bool:
         pass
     except OSError:
         return False
-    with file.open() as lock:
-        try:
+    try:
+        with file.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # the run has ended since
+        return False
     return False

@@ -1,19 +1,22 @@
 """A server on this machine for the report of one run, which is written again when the run has new metrics."""
 
 import threading
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from tunekit.checkpoint import run_dir
 from tunekit.config.secrets import message_text
-from tunekit.errors import UserError
+from tunekit.errors import UserError, describe_exception
+from tunekit.loggers import metrics_file
 from tunekit.report.page import render_report
 from tunekit.report.run_files import is_running, read_run
 
 HOST = "127.0.0.1"
 RELOAD_SECONDS = 5
 READ_FILES = (run_dir.CONFIG, run_dir.METRICS, run_dir.RUN_INFO, run_dir.EVALUATION, run_dir.FINAL)
+READ_FILES += (run_dir.COMPLETIONS, metrics_file.EPISODES)
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",  # the page itself has the rest
@@ -81,8 +84,9 @@ class ReportHandler(BaseHTTPRequestHandler):
         status, kind = HTTPStatus.OK, "text/html"
         try:
             body = server.render()
-        except (UserError, OSError) as error:  # the run directory was deleted or damaged
-            status, kind, body = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", message_text(error).encode()
+        except (UserError, OSError, KeyError, ValueError) as error:  # the run directory was deleted or damaged
+            text = message_text(error) if isinstance(error, UserError | OSError) else describe_exception(error)
+            status, kind, body = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", text.encode()
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)
@@ -90,7 +94,8 @@ class ReportHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # the page was closed or reloaded
+                self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not logged."""

@@ -1,5 +1,7 @@
 """Rendering of the templates in this directory."""
 
+import base64
+import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,17 @@ def read_verbatim(file: str) -> Markup:
     return Markup((Path(__file__).parent / file).read_text("utf-8"))
 
 
+def hash_for_csp(script: str) -> str:
+    """Source expression of a Content-Security-Policy that allows this inline script only."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tunekit"),  # reads tunekit/templates
         autoescape=jinja2.select_autoescape(["html.j2"]),
-        finalize=lambda value: (
-            value if isinstance(value, Markup) or not isinstance(value, str) else escape_control(value)
-        ),
+        finalize=_show_control_characters,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -35,6 +40,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals["zip"] = zip
     environment.globals["verbatim"] = read_verbatim
+    environment.filters["csp_hash"] = hash_for_csp
     return environment
 
 

@@ -71,6 +71,8 @@ def test_generate_answers_as_the_recipe(workspace: Workspace, memorized_run: Pat
     assert model.chat(prompts[0], max_new_tokens=16, temperature=0) == expected[0]
     lines = tunekit.generate(memorized_run, prompts=prompts, sampling={"max_new_tokens": 16}, device="cpu")
     assert [line["answer"] for line in lines] == expected
+    separators = tunekit.generate(memorized_run, prompts=["Hi\u2028\x85"], sampling={"max_new_tokens": 1}, device="cpu")
+    assert len(separators) == 1 and separators[0]["prompt"] == "Hi\u2028\x85"
     sampled = ["output_path=sampled.jsonl", "sampling.temperature=1", "sampling.seed=3"]
     assert workspace.run_tune("run", "generate", *words, *sampled).code == 0
     answers = model.generate(prompts, max_new_tokens=16, temperature=1.0, seed=3)
@@ -84,7 +86,9 @@ def test_evaluate_measures_as_the_recipe(workspace: Workspace, memorized_run: Pa
     assert workspace.run_tune("run", "evaluate", *words, "output_path=results.json").code == 0
     (task,) = json.loads(Path("results.json").read_text())["models"][0]["tasks"].values()
     keys: dict[str, Any] = {"batch_size": 4, "sampling": {"max_new_tokens": 16}, "data": {"max_length": 64}}
-    from_file = tunekit.evaluate(memorized_run, "rows.jsonl", device="cpu", **keys)
+    (memorized_run / "evaluation.json").unlink(missing_ok=True)
+    from_file = tunekit.evaluate(memorized_run, Path("rows.jsonl"), device="cpu", **keys)
+    assert (memorized_run / "evaluation.json").is_file()
     in_memory = tunekit.evaluate(tunekit.load(memorized_run, device="cpu"), rows_of(Path("rows.jsonl")), **keys)
     for table in (from_file, in_memory):
         assert table.index.get_level_values("model").tolist() == [str(memorized_run)]
